@@ -1,0 +1,242 @@
+"""The model configuration that every stage shares.
+
+`convert` reads it from a Hugging Face `config.json` (`hf_config.py`) and stores it as the
+checkpoint's `config.json`; `build`, `runtime` and `preprocess` read it back from there. Keys that
+TensorRT-LLM users know (`num_attention_heads`, `mapping`, `quantization`, ...) keep their names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WEIGHT_LAYOUT = 1
+"""Version of the tensor names and layouts in `rank{N}.safetensors`; raised on any change."""
+
+MAX_TENSOR_ELEMENTS = 2**31 - 1
+"""TensorRT silently miscomputes on bindings of 2**31 elements or more, so none may exist."""
+
+
+class ConfigError(ValueError):
+    """A configuration value is missing, unknown or contradicts another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseAttentionConfig:
+    """MiniMax Sparse Attention: which earlier blocks a query attends to."""
+
+    num_index_heads: int
+    index_head_size: int
+    block_size: int
+    top_k: int
+    init_blocks: int
+    local_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Routed experts plus one always-on shared expert."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_intermediate_size: int
+    routed_scaling_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """CLIP-style tower with 3-D rotary positions, projector and 2x2 patch merger."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    patch_size: int
+    num_channels: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    segment_max_frames: int
+    rotary_base: float
+    norm_epsilon: float
+    projector_hidden_size: int
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def patch_width(self) -> int:
+        """Elements of one flattened patch row (C * T * patch * patch)."""
+        return self.num_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True)
+class M3Config:
+    """Everything about a MiniMax-M3 checkpoint that is not a weight.
+
+    Sizes are those of the whole model; `local_*` are those of one of `tp_size` ranks.
+    """
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    hidden_act: str
+    swiglu_alpha: float
+    swiglu_limit: float
+    norm_epsilon: float
+    max_position_embeddings: int
+    rotary_dim: int
+    rotary_base: float
+    sparse_layers: tuple[bool, ...]
+    moe_layers: tuple[bool, ...]
+    sparse_attention: SparseAttentionConfig
+    moe: MoeConfig
+    vision: VisionConfig | None
+    image_token_id: int
+    video_token_id: int
+    bos_token_id: int
+    eos_token_id: int
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"dtype is {self.dtype!r}, expected 'bfloat16' or 'float32'")
+        for name in ("sparse_layers", "moe_layers"):
+            found = len(getattr(self, name))
+            if found != self.num_hidden_layers:
+                raise ConfigError(
+                    f"{name} has {found} entries, expected num_hidden_layers"
+                    f" = {self.num_hidden_layers}"
+                )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of"
+                f" num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.sparse_attention.num_index_heads != self.num_key_value_heads:
+            raise ConfigError(
+                f"{self.sparse_attention.num_index_heads} index heads, expected one per KV head"
+                f" = {self.num_key_value_heads}: each KV group needs its own selection"
+            )
+        self._check_tp()
+
+    def _check_tp(self) -> None:
+        tp = self.tp_size
+        split = {
+            "num_attention_heads": self.num_attention_heads,
+            "intermediate_size": self.intermediate_size,
+            "moe.intermediate_size": self.moe.intermediate_size,
+            "moe.shared_intermediate_size": self.moe.shared_intermediate_size,
+            "vocab_size": self.vocab_size,
+        }
+        for name, size in split.items():
+            if tp < 1 or size % tp:
+                raise ConfigError(f"tp_size {tp} does not divide {name} = {size}")
+        kv = self.num_key_value_heads
+        if max(kv, tp) % min(kv, tp):
+            raise ConfigError(f"tp_size {tp} and num_key_value_heads {kv} do not divide each other")
+
+    # ---- sizes of one rank ----------------------------------------------------------------
+
+    @property
+    def local_num_attention_heads(self) -> int:
+        return self.num_attention_heads // self.tp_size
+
+    @property
+    def local_num_key_value_heads(self) -> int:
+        """KV heads of one rank; also its index query heads. At least one: pairs are replicated."""
+        return max(1, self.num_key_value_heads // self.tp_size)
+
+    @property
+    def local_vocab_size(self) -> int:
+        return self.vocab_size // self.tp_size
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of one cache page; MSA needs page = block."""
+        return self.sparse_attention.block_size
+
+    @property
+    def expert_parts(self) -> int:
+        """Into how many tensors an expert stack is cut so that each has fewer than 2**31 elements."""
+        rows = self.moe.num_experts * 2 * self.moe.intermediate_size // self.tp_size
+        parts = 1
+        while rows * self.hidden_size // parts > MAX_TENSOR_ELEMENTS:
+            parts *= 2
+        if self.moe.num_experts % parts:
+            raise ConfigError(f"{self.moe.num_experts} experts cannot be cut into {parts} parts")
+        return parts
+
+    # ---- files ----------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The checkpoint's `config.json`, with TensorRT-LLM's mandatory keys."""
+        fields = dataclasses.asdict(self)
+        tp_size = fields.pop("tp_size")
+        return {
+            "weight_layout": WEIGHT_LAYOUT,
+            **fields,
+            "logits_dtype": "float32",
+            "position_embedding_type": "rope_gpt_neox",
+            "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
+            "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> M3Config:
+        """Read `to_json`'s form.
+
+        Raises:
+            ConfigError: the weight layout differs, or a key is missing or unknown.
+        """
+        data = dict(data)
+        layout = data.pop("weight_layout", None)
+        if layout != WEIGHT_LAYOUT:
+            raise ConfigError(
+                f"checkpoint has weight_layout {layout}, this version reads {WEIGHT_LAYOUT}:"
+                " convert the checkpoint again"
+            )
+        for derived in ("logits_dtype", "position_embedding_type", "quantization"):
+            data.pop(derived, None)
+        data["tp_size"] = data.pop("mapping", {}).get("tp_size")
+        for key in ("sparse_layers", "moe_layers"):
+            data[key] = tuple(bool(x) for x in data.get(key, ()))
+        data["sparse_attention"] = _strict(SparseAttentionConfig, data.get("sparse_attention"))
+        data["moe"] = _strict(MoeConfig, data.get("moe"))
+        if data.get("vision") is not None:
+            data["vision"] = _strict(VisionConfig, data["vision"])
+        return _strict(cls, data)
+
+    @classmethod
+    def load(cls, checkpoint_dir: Path) -> M3Config:
+        """Read `checkpoint_dir/config.json`."""
+        path = checkpoint_dir / "config.json"
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path} does not exist: expected a directory written by m3trt.convert"
+            ) from None
+        except (json.JSONDecodeError, ConfigError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def _strict(cls: type, data: Any) -> Any:
+    """Build dataclass `cls` from a dict; missing and unknown keys are errors that name them."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"expected an object for {cls.__name__}, found {data!r}")
+    names = {f.name for f in dataclasses.fields(cls)}
+    unknown, missing = sorted(data.keys() - names), sorted(names - data.keys())
+    if unknown or missing:
+        raise ConfigError(f"{cls.__name__}: unknown keys {unknown}, missing keys {missing}")
+    return cls(**data)
