@@ -168,7 +168,7 @@ class M3Config:
 
     @property
     def expert_parts(self) -> int:
-        """Into how many tensors an expert stack is cut so that each has fewer than 2**31 elements."""
+        """Into how many tensors an expert stack is cut: each has fewer than 2**31 elements."""
         rows = self.moe.num_experts * 2 * self.moe.intermediate_size // self.tp_size
         parts = 1
         while rows * self.hidden_size // parts > MAX_TENSOR_ELEMENTS:

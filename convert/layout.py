@@ -113,12 +113,13 @@ def expert_stack(prefix: str, part: int, parts: int) -> str:
 
 
 def vision_tensors(config: M3Config) -> dict[str, TensorSpec]:
-    """The tensors of `vision.safetensors`, replicated on all ranks; empty without a vision tower."""
+    """The tensors of `vision.safetensors`, the same for all ranks; empty without a vision tower."""
     vision = config.vision
     if vision is None:
         return {}
     dtype, hidden, projector = model_dtype(config), vision.hidden_size, vision.projector_hidden_size
-    merged = projector * vision.spatial_merge_size**2
+    features = config.hidden_size
+    merged = features * vision.spatial_merge_size**2
     tensors = {
         "vision.patch_embedding.weight": TensorSpec((hidden, vision.patch_width), dtype),
         **_affine("vision.pre_layernorm", (hidden,), "F32"),
@@ -128,9 +129,9 @@ def vision_tensors(config: M3Config) -> dict[str, TensorSpec]:
     return {
         **tensors,
         **_affine("vision.projector.fc", (projector, hidden), dtype),
-        **_affine("vision.projector.proj", (projector, projector), dtype),
-        **_affine("vision.merger.fc", (config.hidden_size, merged), dtype),
-        **_affine("vision.merger.proj", (config.hidden_size, config.hidden_size), dtype),
+        **_affine("vision.projector.proj", (features, projector), dtype),
+        **_affine("vision.merger.fc", (projector, merged), dtype),
+        **_affine("vision.merger.proj", (features, projector), dtype),
     }
 
 
