@@ -1,0 +1,1 @@
+"""Runs the engine's ONNX graphs on the CPU with NumPy."""
