@@ -14,7 +14,11 @@ Shapes (P = pages, B = tokens per block = MSA block, T = model dtype):
 | logit_rows | int32 [n] token rows to compute logits for |
 | kv_cache_{l} | T or e4m3 [P, 2, B, kv_heads, head_size], updated in place |
 | index_cache_{l} | T or e4m3 [P, B, index_head_size], sparse layers only, updated in place |
+| kv_cache_scale_{l}, index_cache_scale_{l} | fp32 [1], e4m3 caches only: real = stored * scale |
 | logits | fp32 [n, vocab_size] |
+
+Vision engine: `patches` T [N, patch_width], `positions` int32 [N, 3] (t, h, w), `cu_seqlens` int32
+[segments + 1] -> `features` T [N / merge^2, hidden].
 """
 
 from __future__ import annotations
@@ -46,3 +50,11 @@ def index_cache(layer: int) -> str:
 def updated(cache: str) -> str:
     """The output that aliases cache input `cache`; bind both to one address."""
     return f"{cache}_out"
+
+
+def kv_cache_scale(layer: int) -> str:
+    return f"kv_cache_scale_{layer}"
+
+
+def index_cache_scale(layer: int) -> str:
+    return f"index_cache_scale_{layer}"
