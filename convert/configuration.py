@@ -11,7 +11,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 WEIGHT_LAYOUT = 1
 """Version of the tensor names and layouts in `rank{N}.safetensors`; raised on any change."""
@@ -128,7 +128,30 @@ class M3Config:
                 f"{self.sparse_attention.num_index_heads} index heads, expected one per KV head"
                 f" = {self.num_key_value_heads}: each KV group needs its own selection"
             )
+        self._check_ranges()
         self._check_tp()
+
+    def _check_ranges(self) -> None:
+        sparse, moe = self.sparse_attention, self.moe
+        narrowest = min(self.head_size, sparse.index_head_size)
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= narrowest:
+            raise ConfigError(
+                f"rotary_dim is {self.rotary_dim}, expected an even number up to {narrowest}, the"
+                " smaller of head_size and index_head_size"
+            )
+        if sparse.local_blocks < 1 or sparse.init_blocks + sparse.local_blocks > sparse.top_k:
+            raise ConfigError(
+                f"{sparse.init_blocks} init and {sparse.local_blocks} local blocks, expected at"
+                f" least 1 local block and together at most top_k = {sparse.top_k}"
+            )
+        if moe.top_k > moe.num_experts:
+            raise ConfigError(f"moe.top_k is {moe.top_k}, expected at most {moe.num_experts}")
+        vision = self.vision
+        if vision and (vision.hidden_size % vision.num_attention_heads or vision.head_size < 6):
+            raise ConfigError(
+                f"vision.hidden_size {vision.hidden_size} over {vision.num_attention_heads} heads:"
+                " expected a whole head size of at least 6, one rotary pair for each of 3 axes"
+            )
 
     def _check_tp(self) -> None:
         tp = self.tp_size
@@ -231,11 +254,14 @@ class M3Config:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def _strict(cls: type, data: Any) -> Any:
+_T = TypeVar("_T")
+
+
+def _strict(cls: type[_T], data: Any) -> _T:
     """Build dataclass `cls` from a dict; missing and unknown keys are errors that name them."""
     if not isinstance(data, dict):
         raise ConfigError(f"expected an object for {cls.__name__}, found {data!r}")
-    names = {f.name for f in dataclasses.fields(cls)}
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown, missing = sorted(data.keys() - names), sorted(names - data.keys())
     if unknown or missing:
         raise ConfigError(f"{cls.__name__}: unknown keys {unknown}, missing keys {missing}")
