@@ -19,6 +19,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_STOP_WORDS = 64
 MAX_STOP_WORD_BYTES = 1024
 MAX_BAD_WORDS = 256
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: logits divided by them overflow."""
 
 
 class RequestError(ValueError):
@@ -99,7 +101,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.effective_temperature == 0 or self.top_k == 1
+        return self.effective_temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
     def effective_temperature(self) -> float:
@@ -173,7 +175,7 @@ class EngineLimits:
     """What the built engine can take; all requests and steps stay within it.
 
     `dtype` is the NumPy dtype of prompt embedding rows, `max_prompt_rows` how many of them one
-    step may carry.
+    step may carry: 0 for a model that takes text only.
     """
 
     vocab_size: int
@@ -186,7 +188,7 @@ class EngineLimits:
     max_prompt_rows: int
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_prompt_rows"):
+        for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "tokens_per_block"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.max_num_tokens < self.max_batch_size:
@@ -265,6 +267,10 @@ def _check_prompt_table(request: GenerationRequest, limits: EngineLimits) -> Non
             f" it: expected ids 0 to {limits.vocab_size - 1}, or a table of image rows",
         )
         return
+    _require(
+        limits.max_prompt_rows > 0,
+        "the request carries images, but this engine was built from a model that takes text only",
+    )
     _require(
         table.shape[1] == limits.hidden_size and table.dtype == limits.dtype,
         f"prompt_embedding_table is {table.dtype} {list(table.shape)}, expected {limits.dtype}"
