@@ -1,0 +1,85 @@
+"""One ONNX graph made runnable: its inputs by name, its weights mapped and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from m3trt.runtime.reference.attention import (
+    M3PagedAttention,
+    M3SparseAttention,
+    M3VarlenAttention,
+)
+from m3trt.runtime.reference.block_select import M3BlockSelect
+from m3trt.runtime.reference.cache_update import M3CacheUpdate
+from m3trt.runtime.reference.collectives import Communicator, collective_ops
+from m3trt.runtime.reference.gemm import M3Gemm
+from m3trt.runtime.reference.moe import M3MoE
+from m3trt.runtime.reference.numerics import Array
+from m3trt.runtime.weights import map_weights, match_weights
+from onnx.reference import ReferenceEvaluator
+
+OPS = [
+    M3BlockSelect,
+    M3CacheUpdate,
+    M3Gemm,
+    M3MoE,
+    M3PagedAttention,
+    M3SparseAttention,
+    M3VarlenAttention,
+]
+
+
+@dataclass(frozen=True, slots=True)
+class InputType:
+    """Dtype and shape of a graph input; dynamic dimensions are names."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int | str, ...]
+
+    def with_sizes(self, **sizes: int) -> tuple[int, ...]:
+        """The shape with its named dimensions replaced."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
+
+class Program:
+    """Runs one graph. Inputs bound with `bind` stay; the others are given to each `run`."""
+
+    def __init__(self, path: Path, communicator: Communicator, rank: int = 0) -> None:
+        model = onnx.load(path)
+        self.inputs = {x.name: _input_type(x) for x in model.graph.input}
+        self._bound: dict[str, Array] = {}
+        ops = [*OPS, *collective_ops(communicator, rank)]
+        self._evaluator = ReferenceEvaluator(model, new_ops=ops)
+
+    def bind(self, name: str, array: Array) -> None:
+        self._bound[name] = array
+
+    def bind_weights(self, path: Path, names: Iterable[str]) -> None:
+        """Map a safetensors file that must hold exactly the inputs `names`.
+
+        Raises:
+            WeightFileError: names every tensor that is missing, unexpected or of another type.
+        """
+        expected = {
+            name: (self.inputs[name].dtype, self.inputs[name].with_sizes()) for name in names
+        }
+        weights = map_weights(path)
+        match_weights(path, weights, expected)
+        self._bound |= weights
+
+    def run(self, output: str, feeds: dict[str, Array]) -> Array:
+        """Execute the whole graph and return one of its outputs."""
+        with np.errstate(all="ignore"):  # padding rows may hold anything
+            result: Array = self._evaluator.run([output], {**self._bound, **feeds})[0]
+        return result
+
+
+def _input_type(value: onnx.ValueInfoProto) -> InputType:
+    tensor = value.type.tensor_type
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    return InputType(dtype, tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim))
