@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import onnx
 import pytest
+from m3trt.build.configuration import BuildConfig
+from m3trt.build.network import build_text_network
+from m3trt.build.vision_network import build_vision_network
+from m3trt.convert.configuration import M3Config, MoeConfig, SparseAttentionConfig, VisionConfig
+from m3trt.convert.layout import TensorSpec, rank_tensors, vision_tensors
 from m3trt.runtime.reference.collectives import Communicator, collective_ops
 from m3trt.runtime.reference.program import OPS
+from m3trt.runtime.step import StepInputs
+from m3trt.runtime.weights import DTYPES
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
+from safetensors.numpy import save_file
 
 
 @pytest.fixture(scope="session")
@@ -110,3 +121,136 @@ def step(rng: np.random.Generator) -> Step:
         table[r, :count], used = used[:count], used[count:]
     cu = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     return Step(block, cu, length, table, tokens=int(cu[-1]) + 3, pages=pages)
+
+
+SPARSE_LAYERS = (False, True, True)
+
+
+def small_config(dtype: str = "bfloat16", tp_size: int = 1) -> M3Config:
+    """Three layers with blocks of 4 tokens; eight query heads over four KV heads."""
+    return M3Config(
+        architecture="MiniMaxM3SparseForConditionalGeneration",
+        dtype=dtype,
+        vocab_size=64,
+        hidden_size=24,
+        num_hidden_layers=len(SPARSE_LAYERS),
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_size=8,
+        intermediate_size=32,
+        hidden_act="swigluoai",
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        norm_epsilon=1e-6,
+        max_position_embeddings=256,
+        rotary_dim=4,
+        rotary_base=10000.0,
+        sparse_layers=SPARSE_LAYERS,
+        moe_layers=SPARSE_LAYERS,
+        sparse_attention=SparseAttentionConfig(
+            num_index_heads=4,
+            index_head_size=8,
+            block_size=4,
+            top_k=3,
+            init_blocks=0,
+            local_blocks=1,
+        ),
+        moe=MoeConfig(
+            num_experts=8,
+            top_k=2,
+            intermediate_size=16,
+            shared_intermediate_size=16,
+            routed_scaling_factor=2.0,
+        ),
+        vision=VisionConfig(
+            hidden_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            patch_size=2,
+            num_channels=3,
+            temporal_patch_size=2,
+            spatial_merge_size=2,
+            segment_max_frames=4,
+            rotary_base=10000.0,
+            norm_epsilon=1e-5,
+            projector_hidden_size=24,
+        ),
+        image_token_id=60,
+        video_token_id=61,
+        bos_token_id=62,
+        eos_token_id=63,
+        tp_size=tp_size,
+    )
+
+
+@dataclass(frozen=True)
+class SmallEngine:
+    """What the executors read of an engine directory."""
+
+    root: Path
+    config: M3Config
+    build: BuildConfig
+
+    def onnx(self, rank: int) -> Path:
+        return self.root / f"rank{rank}.onnx"
+
+    def weights(self, rank: int) -> Path:
+        return self.root / f"rank{rank}.safetensors"
+
+    @property
+    def vision_onnx(self) -> Path:
+        return self.root / "vision.onnx"
+
+    @property
+    def vision_weights(self) -> Path:
+        return self.root / "vision.safetensors"
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Callable[..., SmallEngine]:
+    """make_engine(dtype, tp_size, **build options) -> an engine with random weights."""
+
+    def make(dtype: str = "bfloat16", tp_size: int = 1, **options: Any) -> SmallEngine:
+        config = small_config(dtype, tp_size)
+        engine = SmallEngine(tmp_path, config, BuildConfig.for_model(config, **options))
+        for rank in range(tp_size):
+            onnx.save(build_text_network(config, engine.build, rank), engine.onnx(rank))
+            write_weights(rank_tensors(config), engine.weights(rank), rank)
+        onnx.save(build_vision_network(config), engine.vision_onnx)
+        write_weights(vision_tensors(config), engine.vision_weights, 0)
+        return engine
+
+    return make
+
+
+def write_weights(specs: Mapping[str, TensorSpec], path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, spec in specs.items():
+        scale = spec.shape[-1] ** -0.5
+        values = rng.standard_normal(spec.shape).astype(np.float32) * scale
+        tensors[name] = values.astype(DTYPES[spec.dtype])
+    save_file(tensors, path)
+
+
+@pytest.fixture
+def step_inputs(step: Step, rng: np.random.Generator) -> Callable[[M3Config], StepInputs]:
+    """step_inputs(config) -> `step` with random ids, three of them rows of the prompt table."""
+
+    def make(config: M3Config) -> StepInputs:
+        ids = rng.integers(0, config.vocab_size, step.tokens).astype(np.int32)
+        ids[2:5] = config.vocab_size + np.arange(3)
+        dtype = np.float32 if config.dtype == "float32" else ml_dtypes.bfloat16
+        return StepInputs(
+            input_ids=ids,
+            position_ids=step.positions,
+            cu_query_lens=step.cu_query_lens,
+            sequence_length=step.sequence_length,
+            kv_cache_block_offsets=step.page_table,
+            decode_shape=(3, 1),
+            logit_rows=np.array([8, 14, 17, 18, 19, 20], np.int32),
+            prompt_embedding_table=rng.standard_normal((3, config.hidden_size)).astype(dtype),
+        )
+
+    return make

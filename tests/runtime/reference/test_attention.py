@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -103,7 +105,7 @@ def test_varlen_attention(run_op, rng, dtype):
     y = run_op("M3VarlenAttention", q, k, v, cu_seqlens, softmax_scale=SCALE)[0]
     want = np.zeros((83, HQ, D))
     q64, k64, v64 = (x.astype(np.float64) for x in (q, k, v))
-    for begin, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for begin, end in itertools.pairwise(cu_seqlens):
         for i in range(begin, end):
             for h in range(HQ):
                 want[i, h] = softmax_attention(q64[i, h], k64[begin:end, h], v64[begin:end, h])

@@ -9,15 +9,15 @@ pytestmark = pytest.mark.smoke
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 HQ, HKV, HI, D, DI, ROTARY, EPS = 4, 2, 2, 8, 6, 4, 1e-6
-DENSE = dict(
-    num_heads=HQ,
-    num_kv_heads=HKV,
-    num_index_heads=0,
-    head_size=D,
-    index_head_size=DI,
-    rotary_dim=ROTARY,
-    epsilon=EPS,
-)
+DENSE = {
+    "num_heads": HQ,
+    "num_kv_heads": HKV,
+    "num_index_heads": 0,
+    "head_size": D,
+    "index_head_size": DI,
+    "rotary_dim": ROTARY,
+    "epsilon": EPS,
+}
 SPARSE = DENSE | {"num_index_heads": HI}
 INV_FREQ = (10000.0 ** (-np.arange(0, ROTARY, 2) / ROTARY)).astype(np.float32)
 

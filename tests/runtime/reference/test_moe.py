@@ -7,11 +7,14 @@ import pytest
 pytestmark = pytest.mark.smoke
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-E, H, I, IS, TOP_K = 8, 12, 5, 7, 3
+EXPERTS, HIDDEN, WIDTH, SHARED, TOP_K = 8, 12, 5, 7, 3
 SCALING, ALPHA, LIMIT = 2.0, 1.702, 7.0
-ATTRIBUTES = dict(
-    top_k=TOP_K, routed_scaling_factor=SCALING, swiglu_alpha=ALPHA, swiglu_limit=LIMIT
-)
+ATTRIBUTES = {
+    "top_k": TOP_K,
+    "routed_scaling_factor": SCALING,
+    "swiglu_alpha": ALPHA,
+    "swiglu_limit": LIMIT,
+}
 
 
 def mlp(x, fc, proj, dtype):
@@ -25,7 +28,7 @@ def exact(x, router, bias, fc, proj, shared_fc, shared_proj, dtype):
     out = np.zeros(x.shape)
     for i, row in enumerate(x.astype(np.float64)):
         p = 1 / (1 + np.exp(-(router.astype(np.float64) @ row)))
-        chosen = sorted(range(E), key=lambda e: (-(p[e] + bias[e]), e))[:TOP_K]
+        chosen = sorted(range(EXPERTS), key=lambda e: (-(p[e] + bias[e]), e))[:TOP_K]
         total = sum(p[e] for e in chosen)
         for e in chosen:
             out[i] += SCALING * p[e] / total * mlp(row, fc[e], proj[e], dtype)
@@ -36,9 +39,14 @@ def exact(x, router, bias, fc, proj, shared_fc, shared_proj, dtype):
 @pytest.fixture
 def weights(rng):
     def make(dtype):
-        shapes = [(E, 2 * I, H), (E, H, I), (2 * IS, H), (H, IS)]
-        router = rng.standard_normal((E, H)).astype(np.float32) * 0.5
-        bias = rng.standard_normal(E).astype(np.float32) * 0.3
+        shapes = [
+            (EXPERTS, 2 * WIDTH, HIDDEN),
+            (EXPERTS, HIDDEN, WIDTH),
+            (2 * SHARED, HIDDEN),
+            (HIDDEN, SHARED),
+        ]
+        router = rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32) * 0.5
+        bias = rng.standard_normal(EXPERTS).astype(np.float32) * 0.3
         return router, bias, *(rng.standard_normal(s).astype(dtype) * dtype.type(2) for s in shapes)
 
     return make
@@ -48,7 +56,7 @@ def weights(rng):
 @pytest.mark.parametrize("parts", [1, 4])
 def test_against_loops(run_op, rng, weights, dtype, parts):
     router, bias, fc, proj, shared_fc, shared_proj = weights(dtype)
-    x = rng.standard_normal((20, H)).astype(dtype) * dtype.type(2)
+    x = rng.standard_normal((20, HIDDEN)).astype(dtype) * dtype.type(2)
     x[17:] = np.nan
     cu_query_lens = np.array([0, 4, 17, 17], np.int32)
     y = run_op(
@@ -71,18 +79,18 @@ def test_against_loops(run_op, rng, weights, dtype, parts):
 
 def test_equal_scores_go_to_the_lower_expert(run_op, weights):
     router, bias, fc, proj, shared_fc, shared_proj = weights(np.dtype(np.float32))
-    x, cu_query_lens = np.ones((1, H), np.float32), np.array([0, 1], np.int32)
+    x, cu_query_lens = np.ones((1, HIDDEN), np.float32), np.array([0, 1], np.int32)
 
     def run(router, bias, fc, proj):
         inputs = (x, cu_query_lens, router, bias, fc, proj, shared_fc, shared_proj)
         return run_op("M3MoE", *inputs, expert_parts=1, **ATTRIBUTES)[0]
 
     tied = run(np.zeros_like(router), np.zeros_like(bias), fc, proj)
-    forced = np.where(np.arange(E) < TOP_K, 1, 0).astype(np.float32)
+    forced = np.where(np.arange(EXPERTS) < TOP_K, 1, 0).astype(np.float32)
     assert np.array_equal(tied, run(np.zeros_like(router), forced, fc, proj))
 
 
 def test_no_tokens(run_op, weights):
-    x, cu_query_lens = np.empty((0, H), BF16), np.array([0, 0], np.int32)
+    x, cu_query_lens = np.empty((0, HIDDEN), BF16), np.array([0, 0], np.int32)
     y = run_op("M3MoE", x, cu_query_lens, *weights(BF16), expert_parts=1, **ATTRIBUTES)[0]
-    assert y.shape == (0, H)
+    assert y.shape == (0, HIDDEN)
