@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from m3trt.build import ops, tensors
 from m3trt.build.configuration import BuildConfig, CacheDtype
-from m3trt.build.graph import MODEL_DTYPES, SAFETENSORS_DTYPES, GraphBuilder, Tensor
+from m3trt.build.graph import MODEL_DTYPES, SAFETENSORS_DTYPES, Dim, GraphBuilder, Tensor
 from m3trt.build.ops import Batch, Cache
 from m3trt.convert.configuration import M3Config
 from m3trt.convert.layout import expert_stack, rank_tensors
@@ -67,18 +67,16 @@ class _TextNetwork:
     def _kv_cache(self, layer: int, dtype: CacheDtype) -> Cache:
         config = self.config
         heads = config.local_num_key_value_heads
-        shape = ["pages", 2, config.tokens_per_block, heads, config.head_size]
+        shape: list[Dim] = ["pages", 2, config.tokens_per_block, heads, config.head_size]
         return self._cache(tensors.kv_cache(layer), shape, dtype, tensors.kv_cache_scale(layer))
 
     def _index_cache(self, layer: int, dtype: CacheDtype) -> Cache:
         sparse = self.config.sparse_attention
-        shape = ["pages", self.config.tokens_per_block, sparse.index_head_size]
+        shape: list[Dim] = ["pages", self.config.tokens_per_block, sparse.index_head_size]
         name = tensors.index_cache(layer)
         return self._cache(name, shape, dtype, tensors.index_cache_scale(layer))
 
-    def _cache(
-        self, name: str, shape: list[int | str], dtype: CacheDtype, scale_name: str
-    ) -> Cache:
+    def _cache(self, name: str, shape: list[Dim], dtype: CacheDtype, scale_name: str) -> Cache:
         if dtype == "auto":
             return Cache(self.graph.input(name, self.dtype, shape), None)
         pages = self.graph.input(name, TensorProto.FLOAT8E4M3FN, shape)

@@ -58,3 +58,8 @@ def kv_cache_scale(layer: int) -> str:
 
 def index_cache_scale(layer: int) -> str:
     return f"index_cache_scale_{layer}"
+
+
+def is_weight(name: str) -> bool:
+    """Whether a graph input comes from the checkpoint: only their names have a dotted path."""
+    return "." in name

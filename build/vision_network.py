@@ -34,8 +34,8 @@ class _VisionNetwork:
     def __init__(self, config: M3Config, vision: VisionConfig) -> None:
         self.vision = vision
         self.graph = graph = GraphBuilder()
-        patches = ["patches", vision.patch_width]
-        self.patches = graph.input(tensors.PATCHES, MODEL_DTYPES[config.dtype], patches)
+        dtype = MODEL_DTYPES[config.dtype]
+        self.patches = graph.input(tensors.PATCHES, dtype, ["patches", vision.patch_width])
         self.positions = graph.input(tensors.POSITIONS, TensorProto.INT32, ["patches", AXES])
         self.cu_seqlens = graph.input(tensors.CU_SEQLENS, TensorProto.INT32, ["segments+1"])
         for name, spec in vision_tensors(config).items():

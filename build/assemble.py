@@ -1,0 +1,190 @@
+"""From a checkpoint directory to an engine directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from m3trt.build.builder import BuildReport, EngineTask
+from m3trt.build.configuration import BuildConfig
+from m3trt.build.engine_dir import (
+    EngineDir,
+    EngineDirError,
+    engine_json,
+    new_directory,
+    program_names,
+)
+from m3trt.build.environment import Environment
+from m3trt.build.library import RTX_COMPUTE_CAPABILITIES, device_compute_capability
+from m3trt.build.network import build_text_network
+from m3trt.build.profiles import (
+    DimensionRange,
+    check_sizes,
+    input_ranges,
+    text_dimensions,
+    vision_dimensions,
+)
+from m3trt.build.vision_network import build_vision_network
+from m3trt.build.workers import build_all
+from m3trt.convert.configuration import M3Config
+
+logger = logging.getLogger(__name__)
+
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What serving needs besides engines and weights; copied where the checkpoint has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A graph, the ranges of its dimensions, and the file stems that it is stored under."""
+
+    model: onnx.ModelProto
+    dimensions: dict[str, DimensionRange]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """How graphs become engines. `targets`: compute capabilities, None for the default."""
+
+    library: str
+    plugin_library: Path
+    targets: tuple[int, ...] | None = None
+    workers: int = 1
+    timing_cache_dir: Path | None = None
+    verbose: bool = False
+
+
+def make_programs(config: M3Config, build: BuildConfig) -> list[Program]:
+    """The different graphs of a model; ranks that share a graph share a program.
+
+    Raises:
+        ConfigError: a tensor could reach 2**31 elements.
+    """
+    graphs = {
+        f"rank{rank}": (build_text_network(config, build, rank), text_dimensions(config, build))
+        for rank in range(config.tp_size)
+    }
+    if config.vision is not None:
+        graphs["vision"] = build_vision_network(config), vision_dimensions(config, build)
+    same: dict[bytes, list[str]] = {}
+    for name, (model, dimensions) in graphs.items():
+        check_sizes(model, dimensions)
+        same.setdefault(model.SerializeToString(deterministic=True), []).append(name)
+    return [Program(*graphs[names[0]], tuple(names)) for names in same.values()]
+
+
+def write_engine_dir(
+    checkpoint_dir: Path, output_dir: Path, build: BuildConfig, compiler: Compiler
+) -> dict[str, BuildReport]:
+    """Write `output_dir`, whole or not at all; returns a report for each engine that was built.
+
+    Raises:
+        ConfigError: the checkpoint or the limits are unusable.
+        EngineDirError: the output exists, or a weight file of a complete checkpoint is missing.
+        BuildError, LibraryError: see `builder` and `library`.
+    """
+    config = M3Config.load(checkpoint_dir)
+    programs = make_programs(config, build)
+    targets, recorded = _targets(compiler)
+    environment = Environment.current(compiler.library, compiler.plugin_library, recorded)
+    reports: dict[str, BuildReport] = {}
+    with new_directory(output_dir) as folder:
+        _link_weights(checkpoint_dir, folder, config)
+        for name in COPIED_FILES:
+            if (checkpoint_dir / name).is_file():
+                shutil.copyfile(checkpoint_dir / name, folder / name)
+        tasks = []
+        for program in programs:
+            first = folder / f"{program.names[0]}.onnx"
+            onnx.save(program.model, first)
+            _share(first, program.names)
+            task = EngineTask(
+                name=program.names[0],
+                library=compiler.library,
+                onnx=first,
+                engine=first.with_suffix(".engine"),
+                ranges=input_ranges(program.model, program.dimensions),
+                plugin_library=compiler.plugin_library.resolve(),
+                compute_capabilities=targets,
+                timing_cache=_timing_cache(compiler, program.names[0]),
+                verbose=compiler.verbose,
+            )
+            tasks.append(task)
+        if compiler.library != "reference":
+            build_all(tasks, compiler.workers, lambda task, x: _note(reports, task, x))
+            for program in programs:
+                _share(folder / f"{program.names[0]}.engine", program.names)
+        content = engine_json(config, build, environment)
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        EngineDir.load(folder)
+    return reports
+
+
+def _targets(compiler: Compiler) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Targets for the builder (None: this machine's GPU) and for the engine's config."""
+    device = device_compute_capability()
+    if compiler.targets is not None:
+        return compiler.targets, compiler.targets
+    if device is not None:
+        return None, (device,)
+    return RTX_COMPUTE_CAPABILITIES, RTX_COMPUTE_CAPABILITIES
+
+
+def _note(reports: dict[str, BuildReport], task: EngineTask, report: BuildReport) -> None:
+    reports[task.name] = report
+    logger.info(
+        "%s.engine: %.1f s, peak memory %.2f GB, %.2f MB",
+        task.name,
+        report.seconds,
+        report.peak_bytes / 1e9,
+        report.engine_bytes / 1e6,
+    )
+
+
+def _share(first: Path, names: tuple[str, ...]) -> None:
+    """Give the file of the first name the others too, without a second copy where possible."""
+    for name in names[1:]:
+        other = first.with_name(name + first.suffix)
+        try:
+            os.link(first, other)
+        except OSError:
+            shutil.copyfile(first, other)
+
+
+def _link_weights(checkpoint_dir: Path, folder: Path, config: M3Config) -> None:
+    """Link the weights relative to the folder; a checkpoint of only a config gets no links.
+
+    Raises:
+        EngineDirError: some weight files exist and others do not.
+    """
+    files = [f"{name}.safetensors" for name in program_names(config)]
+    missing = [name for name in files if not (checkpoint_dir / name).is_file()]
+    if len(missing) == len(files):
+        logger.warning("%s holds no weights: the engine is built without", checkpoint_dir)
+        return
+    if missing:
+        raise EngineDirError(f"{checkpoint_dir} has a config for {files} but lacks {missing}")
+    source = os.path.relpath(checkpoint_dir.resolve(), folder.resolve())
+    for name in files:
+        (folder / name).symlink_to(Path(source) / name)
+
+
+def _timing_cache(compiler: Compiler, name: str) -> Path | None:
+    if compiler.timing_cache_dir is None:
+        return None
+    file = compiler.timing_cache_dir / f"{name}.cache"
+    return file if file.is_file() else None
