@@ -1,4 +1,4 @@
-"""What is bound to the engine's inputs: per-step arrays, caches, cache scales, weights."""
+"""What is bound to the text engine's inputs besides weights: per-step arrays, caches, scales."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from m3trt.build import tensors
 from m3trt.convert.configuration import MAX_TENSOR_ELEMENTS, M3Config
 from m3trt.runtime.step import StepInputs
 
-VISION_INPUTS = (tensors.PATCHES, tensors.POSITIONS, tensors.CU_SEQLENS)
-
 CACHE_SCALE = 1.0
 """Scale of e4m3 caches. Keys are normed per head and lie far inside e4m3's range of 448, and M3's
 checkpoints carry no scales."""
 
 
 def step_arrays(inputs: StepInputs) -> dict[str, npt.NDArray[Any]]:
-    """The per-step inputs of the text engine by tensor name."""
+    """The per-step inputs by tensor name."""
     return {
         tensors.INPUT_IDS: inputs.input_ids,
         tensors.PROMPT_EMBEDDING_TABLE: inputs.prompt_embedding_table,
@@ -33,18 +31,6 @@ def step_arrays(inputs: StepInputs) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-STEP_INPUTS = (
-    tensors.INPUT_IDS,
-    tensors.PROMPT_EMBEDDING_TABLE,
-    tensors.POSITION_IDS,
-    tensors.CU_QUERY_LENS,
-    tensors.SEQUENCE_LENGTH,
-    tensors.KV_CACHE_BLOCK_OFFSETS,
-    tensors.DECODE_ROWS,
-    tensors.LOGIT_ROWS,
-)
-
-
 def cache_names(config: M3Config) -> list[str]:
     """Every paged cache of one rank."""
     sparse = [layer for layer, is_sparse in enumerate(config.sparse_layers) if is_sparse]
@@ -53,16 +39,10 @@ def cache_names(config: M3Config) -> list[str]:
 
 
 def scale_names(config: M3Config) -> list[str]:
-    """The scales that an engine with e4m3 caches has; others have none of them."""
+    """The scales that engines with e4m3 caches have; others have none of them."""
     layers = range(config.num_hidden_layers)
     kv = [tensors.kv_cache_scale(layer) for layer in layers]
     return kv + [tensors.index_cache_scale(layer) for layer in layers]
-
-
-def weight_names(config: M3Config, inputs: Iterable[str]) -> list[str]:
-    """Those of a text engine's `inputs` that come from `rank{r}.safetensors`."""
-    other = {*STEP_INPUTS, *cache_names(config), *scale_names(config)}
-    return [name for name in inputs if name not in other]
 
 
 def check_size(name: str, shape: Iterable[int]) -> None:

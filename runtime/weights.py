@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "I8": np.dtype(np.int8),
-}
-"""The safetensors dtypes that a checkpoint directory may hold."""
-
-_MAX_HEADER_BYTES = 100 << 20
+from m3trt.convert.dtypes import NUMPY_DTYPES
+from m3trt.convert.errors import ConvertError
+from m3trt.convert.reader import read_header
 
 
 class WeightFileError(ValueError):
-    """A safetensors file is truncated or corrupt, or does not hold what the engine needs."""
+    """A weight file is missing or damaged, or does not hold what the engine needs."""
 
 
 def map_weights(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -37,50 +28,21 @@ def map_weights(path: Path) -> dict[str, npt.NDArray[Any]]:
         WeightFileError: the file is missing, truncated or corrupt; names the file and the tensor.
     """
     try:
+        stored = read_header(path)
         with path.open("rb") as file:
-            size = path.stat().st_size
-            if size < 8:
-                raise WeightFileError(f"{path}: {size} bytes, too short for a safetensors header")
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise WeightFileError(
             f"{path} does not exist: run m3trt.convert, or repair the link to its checkpoint"
         ) from None
-    header_size = int.from_bytes(buffer[:8], "little")
-    if header_size > min(_MAX_HEADER_BYTES, size - 8):
-        raise WeightFileError(
-            f"{path}: header of {header_size} bytes in a file of {size}: truncated or corrupt"
-        )
-    try:
-        header = json.loads(buffer[8 : 8 + header_size])
-    except ValueError as error:
-        raise WeightFileError(f"{path}: the header is not JSON ({error})") from error
-    header.pop("__metadata__", None)
-    start = 8 + header_size
-    entries = sorted(header.items(), key=lambda item: int(item[1]["data_offsets"][0]))
-    return {name: _view(path, buffer, start, size, name, entry) for name, entry in entries}
-
-
-def _view(
-    path: Path, buffer: mmap.mmap, start: int, size: int, name: str, entry: dict[str, Any]
-) -> npt.NDArray[Any]:
-    if entry["dtype"] not in DTYPES:
-        raise WeightFileError(
-            f"{path}:{name}: dtype {entry['dtype']}, expected one of {', '.join(DTYPES)}"
-        )
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    count = math.prod(shape)
-    if end - begin != count * dtype.itemsize:
-        raise WeightFileError(
-            f"{path}:{name}: {end - begin} bytes of data, shape {list(shape)} of"
-            f" {entry['dtype']} needs {count * dtype.itemsize}"
-        )
-    if start + end > size:
-        raise WeightFileError(
-            f"{path}:{name}: data ends at byte {start + end}, the file has {size}: truncated"
-        )
-    return np.frombuffer(buffer, dtype, count, start + begin).reshape(shape)
+    except ConvertError as error:
+        raise WeightFileError(str(error)) from error
+    return {
+        tensor.name: np.frombuffer(
+            buffer, NUMPY_DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset
+        ).reshape(tensor.shape)
+        for tensor in sorted(stored.values(), key=lambda tensor: tensor.offset)
+    }
 
 
 def match_weights(

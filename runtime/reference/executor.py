@@ -10,14 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from m3trt.build import tensors
 from m3trt.build.engine_dir import EngineDir
-from m3trt.runtime.bindings import (
-    CACHE_SCALE,
-    VISION_INPUTS,
-    cache_names,
-    scale_names,
-    step_arrays,
-    weight_names,
-)
+from m3trt.runtime.bindings import CACHE_SCALE, cache_names, scale_names, step_arrays
 from m3trt.runtime.reference.collectives import Communicator
 from m3trt.runtime.reference.numerics import Array, Float32, Int32
 from m3trt.runtime.reference.program import Program
@@ -44,7 +37,7 @@ class ReferenceExecutor:
     def _load(self, engine: EngineDir, rank: int) -> Program:
         config = engine.config
         program = Program(engine.onnx(rank), self._communicator, rank)
-        program.bind_weights(engine.weights(rank), weight_names(config, program.inputs))
+        program.bind_weights(engine.weights(rank))
         for name in cache_names(config):
             kind = program.inputs[name]
             program.bind(name, np.zeros(kind.with_sizes(pages=self.num_pages), kind.dtype))
@@ -99,8 +92,7 @@ class ReferenceVisionExecutor:
 
     def __init__(self, engine: EngineDir) -> None:
         program = Program(engine.vision_onnx, Communicator(1))
-        names = [name for name in program.inputs if name not in VISION_INPUTS]
-        program.bind_weights(engine.vision_weights, names)
+        program.bind_weights(engine.vision_weights)
         self._program: Program | None = program
 
     def encode(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+from m3trt.build.tensors import is_weight
 from m3trt.runtime.reference.attention import (
     M3PagedAttention,
     M3SparseAttention,
@@ -59,14 +59,16 @@ class Program:
     def bind(self, name: str, array: Array) -> None:
         self._bound[name] = array
 
-    def bind_weights(self, path: Path, names: Iterable[str]) -> None:
-        """Map a safetensors file that must hold exactly the inputs `names`.
+    def bind_weights(self, path: Path) -> None:
+        """Map a safetensors file that must hold exactly the graph's weights.
 
         Raises:
             WeightFileError: names every tensor that is missing, unexpected or of another type.
         """
         expected = {
-            name: (self.inputs[name].dtype, self.inputs[name].with_sizes()) for name in names
+            name: (kind.dtype, kind.with_sizes())
+            for name, kind in self.inputs.items()
+            if is_weight(name)
         }
         weights = map_weights(path)
         match_weights(path, weights, expected)

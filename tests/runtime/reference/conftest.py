@@ -15,11 +15,11 @@ from m3trt.build.configuration import BuildConfig
 from m3trt.build.network import build_text_network
 from m3trt.build.vision_network import build_vision_network
 from m3trt.convert.configuration import M3Config, MoeConfig, SparseAttentionConfig, VisionConfig
+from m3trt.convert.dtypes import NUMPY_DTYPES
 from m3trt.convert.layout import TensorSpec, rank_tensors, vision_tensors
 from m3trt.runtime.reference.collectives import Communicator, collective_ops
 from m3trt.runtime.reference.program import OPS
 from m3trt.runtime.step import StepInputs
-from m3trt.runtime.weights import DTYPES
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from safetensors.numpy import save_file
@@ -230,7 +230,7 @@ def write_weights(specs: Mapping[str, TensorSpec], path: Path, seed: int) -> Non
     for name, spec in specs.items():
         scale = spec.shape[-1] ** -0.5
         values = rng.standard_normal(spec.shape).astype(np.float32) * scale
-        tensors[name] = values.astype(DTYPES[spec.dtype])
+        tensors[name] = values.astype(NUMPY_DTYPES[spec.dtype])
     save_file(tensors, path)
 
 
