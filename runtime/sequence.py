@@ -18,9 +18,14 @@ class Sequence:
     """Prompt and answer of one request. `computed` of its `length` tokens are in the cache."""
 
     def __init__(
-        self, request: GenerationRequest, vocab_size: int, token_bytes: Callable[[int], bytes]
+        self,
+        request: GenerationRequest,
+        vocab_size: int,
+        token_bytes: Callable[[int], bytes],
+        on_output: Callable[[Output], None],
     ) -> None:
         self.request = request
+        self.on_output = on_output
         self.prompt_length = int(request.input_ids.size)
         self.length = self.prompt_length
         self.computed = 0
@@ -30,6 +35,7 @@ class Sequence:
         self._matcher = StopMatcher(request.stop_words, request.end_ids)
         self._sampler: Sampler | None = None
         self._last_id = -1
+        self._without_text: set[int] = set()
         self._undelivered: list[int] = []
         self._previous: tuple[int, ...] = ()
         self._log_probs: list[float] = []
@@ -68,7 +74,10 @@ class Sequence:
         self.length += 1
         if sampled.log_prob is not None:
             self._log_probs.append(sampled.log_prob)
-        released = self._matcher.feed(sampled.token_id, self._token_bytes(sampled.token_id))
+        token = self._token_bytes(sampled.token_id)
+        if not token:
+            self._without_text.add(sampled.token_id)
+        released = self._matcher.feed(sampled.token_id, token)
         self._undelivered.extend(released.ids)
         if released.stopped:
             return self._deliver("stop", trim_bytes=released.trim_bytes)
@@ -86,7 +95,7 @@ class Sequence:
     def _deliver(self, reason: FinishReason | None, error: str = "", trim_bytes: int = 0) -> Output:
         new_ids, previous = tuple(self._undelivered), self._previous
         self._undelivered.clear()
-        with_text = [token for token in new_ids if self._token_bytes(token)]
+        with_text = [token for token in new_ids if token not in self._without_text]
         self._previous = (*previous, *with_text)[-PREVIOUS_IDS:]
         log_probs = tuple(self._log_probs[: len(new_ids)])
         del self._log_probs[: len(new_ids)]
