@@ -67,7 +67,7 @@ class Environment:
         return cls(**{**data, "compute_capabilities": capabilities})
 
     def differences(self, library: str, plugin_library: Path) -> list[str]:
-        """Why `library` with the plugins at `plugin_library` cannot run the engine; none if it can."""
+        """Why `library` with the plugins at `plugin_library` cannot run the engine, if so."""
         if library != self.library:
             return [f"built for {self.library}, asked to run with {library}"]
         try:
