@@ -1,0 +1,197 @@
+"""Pictures to patch rows: decode, resize, normalise, cut; bit for bit what M3's processor does.
+
+Only the bicubic resize comes from Pillow instead of torchvision, which differs by at most one
+8-bit level when shrinking.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from m3trt.preprocess.errors import PreprocessError
+from m3trt.preprocess.image_settings import ImageSettings
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+MAX_ASPECT_RATIO = 200
+MAX_DECODED_PIXELS = 64_000_000
+"""192 MB of RGB: above any camera in common use, below what a crafted file can claim."""
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""Formats that Pillow reads by itself; others start external programs (EPS) or are exotic."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBatch:
+    """The pictures of one request, N patch rows in all.
+
+    patches [N, C * T * patch * patch] in the engine's dtype; positions int32 [N, 3], the patch
+    indices (time, row, column); cu_seqlens int32 [pictures + 1]; grids [pictures, 3] of patches
+    (time, rows, columns); num_tokens per picture after merging. Rows are in merge-block order:
+    each merge * merge consecutive ones become one token.
+    """
+
+    patches: npt.NDArray[Any]
+    positions: npt.NDArray[np.int32]
+    cu_seqlens: npt.NDArray[np.int32]
+    grids: tuple[tuple[int, int, int], ...]
+    num_tokens: tuple[int, ...]
+
+
+def decode_image(content: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> Image.Image:
+    """The first frame of an encoded picture as upright RGB.
+
+    Raises:
+        PreprocessError: not a picture, truncated, or more than `max_pixels`.
+    """
+    Image.init()  # once; does nothing afterwards
+    formats = [name for name in FORMATS if name in Image.OPEN]
+    try:
+        with Image.open(io.BytesIO(content), formats=formats) as image:
+            width, height = image.size
+            if width * height > max_pixels:
+                raise PreprocessError(
+                    f"the picture has {width}x{height} pixels, at most {max_pixels} are allowed"
+                )
+            image.load()
+            return to_rgb(ImageOps.exif_transpose(image))
+    except PreprocessError:
+        raise
+    except UnidentifiedImageError as error:
+        raise PreprocessError(
+            f"not a picture: none of the formats {', '.join(formats)} fits its {len(content)} bytes"
+        ) from error
+    except Exception as error:  # hostile bytes make Pillow's decoders raise almost anything
+        raise PreprocessError(f"the picture cannot be decoded: {error}") from error
+
+
+def image_from_pixels(pixels: npt.NDArray[Any]) -> Image.Image:
+    """RGB picture of raw pixels uint8 [height, width, 1, 3 or 4 channels].
+
+    Raises:
+        PreprocessError: another shape or dtype.
+    """
+    shape = pixels.shape
+    if pixels.dtype != np.uint8 or len(shape) != 3 or shape[2] not in (1, 3, 4) or 0 in shape:
+        raise PreprocessError(
+            f"raw pixels are {pixels.dtype} {list(shape)}, expected uint8 [height, width, channels]"
+            " with 1, 3 or 4 channels"
+        )
+    plane = pixels[:, :, 0] if shape[2] == 1 else pixels
+    return to_rgb(Image.fromarray(np.ascontiguousarray(plane)))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB of any mode; transparent pixels show a white ground."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(ground, image)
+    return image.convert("RGB")
+
+
+def smart_resize(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
+    """The (height, width) to resize to: multiples of the factor, area within the bounds.
+
+    Raises:
+        PreprocessError: one side is more than 200 times the other.
+    """
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise PreprocessError(
+            f"the picture is {width}x{height}: one side is {ratio:.1f} times the other, at most"
+            f" {MAX_ASPECT_RATIO} is allowed"
+        )
+    factor = settings.factor
+    # round() is banker's rounding here, as in the reference.
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > settings.max_pixels:
+        beta = math.sqrt((height * width) / settings.max_pixels)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif new_height * new_width < settings.min_pixels:
+        beta = math.sqrt(settings.min_pixels / (height * width))
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
+    return new_height, new_width
+
+
+def resize_image(image: Image.Image, settings: ImageSettings) -> Image.Image:
+    """`image` at the size that `smart_resize` gives, bicubic with antialiasing."""
+    height, width = smart_resize(image.height, image.width, settings)
+    if (width, height) == image.size:
+        return image
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+class ImageProcessor:
+    """Resized, normalised patch rows of pictures; safe to use from several threads."""
+
+    def __init__(self, settings: ImageSettings, dtype: str) -> None:
+        """
+        Args:
+            settings: the checkpoint's constants.
+            dtype: "bfloat16" or "float32", the engine's.
+        """
+        self.settings = settings
+        self._dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+        self._levels = _normalised_levels(settings).astype(self._dtype)
+
+    def process(self, images: Sequence[Image.Image]) -> ImageBatch:
+        """Patch rows of RGB `images`, at least one.
+
+        Raises:
+            PreprocessError: a picture is too thin.
+        """
+        resized = [resize_image(image, self.settings) for image in images]
+        return self.patchify(resized)
+
+    def patchify(self, images: Sequence[Image.Image]) -> ImageBatch:
+        """Patch rows of RGB `images` whose sides are multiples of the factor."""
+        patch, merge = self.settings.patch_size, self.settings.merge_size
+        grids = tuple((1, image.height // patch, image.width // patch) for image in images)
+        rows = [height * width for _, height, width in grids]
+        return ImageBatch(
+            patches=np.concatenate([self._patches(image) for image in images]),
+            positions=np.concatenate([_positions(h, w, merge) for _, h, w in grids]),
+            cu_seqlens=np.cumsum([0, *rows], dtype=np.int32),
+            grids=grids,
+            num_tokens=tuple(count // merge**2 for count in rows),
+        )
+
+    def _patches(self, image: Image.Image) -> npt.NDArray[Any]:
+        """[rows, C * T * patch * patch] of one picture; its frame fills all T time slots."""
+        patch, merge = self.settings.patch_size, self.settings.merge_size
+        frames = self.settings.temporal_patch_size
+        pixels = np.asarray(image)
+        tall, wide = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
+        blocks = pixels.reshape(tall, merge, patch, wide, merge, patch, 3)
+        blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # block y, x, then y, x in it, then C
+        out = np.empty((tall, wide, merge, merge, 3, frames, patch, patch), self._dtype)
+        for channel in range(3):
+            values = self._levels[channel][blocks[..., channel, :, :]]
+            out[..., channel, :, :, :] = values[..., None, :, :]
+        return out.reshape(tall * wide * merge**2, -1)
+
+
+def _normalised_levels(settings: ImageSettings) -> npt.NDArray[np.float32]:
+    """The normalised value of each 8-bit level, [3, 256], in the reference's float32 steps."""
+    scale = np.float32(1.0 / settings.rescale_factor)
+    mean = np.array(settings.mean, np.float32)[:, None] * scale
+    std = np.array(settings.std, np.float32)[:, None] * scale
+    levels: npt.NDArray[np.float32] = (np.arange(256, dtype=np.float32) - mean) / std
+    return levels
+
+
+def _positions(height: int, width: int, merge: int) -> npt.NDArray[np.int32]:
+    """int32 [height * width, 3] patch indices of one frame in merge-block order."""
+    row, column = np.indices((height, width), dtype=np.int32)
+    stacked = np.stack([np.zeros_like(row), row, column], axis=-1)
+    blocks = stacked.reshape(height // merge, merge, width // merge, merge, 3)
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 3))
