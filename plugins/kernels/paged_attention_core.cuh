@@ -10,7 +10,6 @@ namespace m3::kernels {
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kTileKeys = 32;  // keys in shared memory at once: one a lane
-constexpr int kMaxGroup = 16;  // query heads of a KV head
 constexpr int kHeadsPerWarp = kMaxGroup / kAttentionWarps;
 static_assert(kBlockSize % kTileKeys == 0, "a tile never spans two pages");
 static_assert(kHeadSize == 4 * 32, "a warp holds one head, four channels a lane");

@@ -9,7 +9,6 @@ namespace m3::kernels {
 
 constexpr int kMaxTopK = 32;
 constexpr int kMaxIndexHeads = 8;
-constexpr int kMaxDecodeLength = 8;  // query tokens of one decode request
 
 struct BlockSelectParams {  // shapes: N tokens, P pages, D = 128
   PackedTokens tokens;
