@@ -31,8 +31,8 @@ def attend(q: Float32, k: Float32, v: Float32, visible: Array, scale: float) -> 
     largest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
     total = weights.sum(axis=-1, keepdims=True)
-    out = (weights.reshape(queries * group, -1) @ v).reshape(queries, group, size)
-    return out / np.where(total == 0, 1, total)
+    out: Float32 = (weights.reshape(queries * group, -1) @ v).reshape(queries, group, size)
+    return out / np.where(total == 0, np.float32(1), total)
 
 
 class _PagedOp(M3Op):

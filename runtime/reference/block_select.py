@@ -73,7 +73,8 @@ def block_scores(q: Float32, keys: Float32, positions: Array, block_size: int) -
     )
     hidden = np.arange(len(keys)) > positions[:, None]
     scores[np.isnan(scores) | hidden] = -np.inf
-    return scores.reshape(heads, queries, -1, block_size).max(axis=-1)
+    best: Float32 = scores.reshape(heads, queries, -1, block_size).max(axis=-1)
+    return best
 
 
 def force(scores: Float32, own: Array, init_blocks: int, local_blocks: int) -> None:

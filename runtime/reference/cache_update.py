@@ -98,7 +98,8 @@ class M3CacheUpdate(M3Op):
 def rms_norm(x: Float32, weight: Float32, epsilon: float) -> Float32:
     """x [.., D] / rms(x) * weight; the weight already holds Gemma's 1 + w."""
     mean_square = np.mean(x * x, axis=-1, keepdims=True)
-    return x / np.sqrt(mean_square + np.float32(epsilon)) * weight
+    normed: Float32 = x / np.sqrt(mean_square + np.float32(epsilon)) * weight
+    return normed
 
 
 def rope_table(position_ids: Int32, inv_freq: Float32) -> tuple[Float32, Float32]:

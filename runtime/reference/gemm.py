@@ -20,6 +20,8 @@ class M3Gemm(M3Op):
     """
 
     fields = ("has_bias", "epilogue", "output_dtype")
+    epilogue: str
+    output_dtype: str
 
     def __init__(self, onnx_node: onnx.NodeProto, run_params: dict[str, Any]) -> None:
         super().__init__(onnx_node, run_params)

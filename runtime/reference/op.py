@@ -14,7 +14,7 @@ class OpError(ValueError):
     """A node of domain `m3` has wrong attributes or got inputs that do not fit together."""
 
 
-class M3Op(OpRun):  # type: ignore[misc]
+class M3Op(OpRun):
     """An op of domain `m3`. The class name is the op type; `fields` lists its attributes.
 
     ONNX's evaluator passes the attributes to `_run` as keyword arguments.

@@ -22,8 +22,9 @@ from m3trt.runtime.reference.moe import M3MoE
 from m3trt.runtime.reference.numerics import Array
 from m3trt.runtime.weights import map_weights, match_weights
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
-OPS = [
+OPS: list[type[OpRun]] = [
     M3BlockSelect,
     M3CacheUpdate,
     M3Gemm,
@@ -77,8 +78,9 @@ class Program:
     def run(self, output: str, feeds: dict[str, Array]) -> Array:
         """Execute the whole graph and return one of its outputs."""
         with np.errstate(all="ignore"):  # padding rows may hold anything
-            result: Array = self._evaluator.run([output], {**self._bound, **feeds})[0]
-        return result
+            results: Any = self._evaluator.run([output], {**self._bound, **feeds})
+        array: Array = results[0]
+        return array
 
 
 def _input_type(value: onnx.ValueInfoProto) -> InputType:

@@ -1,0 +1,107 @@
+"""Step and vision executors that run compiled engines on one GPU."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from m3trt.build import tensors
+from m3trt.build.engine_dir import EngineDir
+from m3trt.build.library import PLUGIN_LIBRARY
+from m3trt.runtime.bindings import CACHE_SCALE, cache_names, scale_names, step_arrays
+from m3trt.runtime.step import Int32, StepInputs
+from m3trt.runtime.tensorrt.device_engine import DeviceEngine, DeviceError
+from m3trt.runtime.tensorrt.memory import import_torch
+
+logger = logging.getLogger(__name__)
+
+CACHE_SHARE = 0.9
+"""Part of the GPU memory left by weights and engine that the caches may take."""
+
+
+class TensorRTExecutor:
+    """Runs `rank0.engine` on the current GPU. The caches start as zeros.
+
+    Args:
+        library: "tensorrt" or "tensorrt_rtx", as the engine was built with.
+        num_pages: pages of each cache; at most as many as the GPU's memory holds.
+
+    Raises:
+        DeviceError: the engine has several ranks, or cannot be loaded, or no page fits.
+        WeightFileError: the weights do not fit the engine.
+    """
+
+    def __init__(
+        self,
+        engine: EngineDir,
+        library: str,
+        num_pages: int,
+        plugin_library: Path = PLUGIN_LIBRARY,
+    ) -> None:
+        if engine.config.tp_size > 1:
+            raise DeviceError(
+                f"the engine has tp_size {engine.config.tp_size}, the GPU runtime of this version"
+                " runs 1: convert with --tp_size 1, or use --runtime reference"
+            )
+        self._engine = DeviceEngine(engine.engine(0), library, plugin_library)
+        self._engine.bind_weights(engine.weights(0))
+        caches = {name: self._engine.inputs[name] for name in cache_names(engine.config)}
+        page_bytes = sum(math.prod(shape[1:]) * dtype.itemsize for dtype, shape in caches.values())
+        self.num_pages = min(num_pages, _pages_that_fit(page_bytes))
+        for name, (_, shape) in caches.items():
+            self._engine.bind_zeros(name, (self.num_pages, *shape[1:]), tensors.updated(name))
+        for name in self._engine.inputs.keys() & set(scale_names(engine.config)):
+            self._engine.bind_array(name, np.array([CACHE_SCALE], np.float32))
+
+    def step(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
+        """Run one step and return logits fp32 [n, vocab_size]; see `DeviceEngine.run`."""
+        return self._engine.run(step_arrays(inputs), tensors.LOGITS)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _pages_that_fit(page_bytes: int) -> int:
+    torch = import_torch()
+    free = torch.cuda.mem_get_info()[0]
+    pages = int(free * CACHE_SHARE) // page_bytes
+    if pages < 1:
+        raise DeviceError(
+            f"{free / 1e9:.2f} GB of GPU memory are left after the weights, one page of all caches"
+            f" needs {page_bytes / 1e6:.1f} MB: use a larger GPU"
+        )
+    logger.info("%d pages of %.2f MB fit into the GPU's memory", pages, page_bytes / 1e6)
+    return pages
+
+
+class TensorRTVisionExecutor:
+    """Runs `vision.engine` on the current GPU.
+
+    Raises:
+        DeviceError: the engine cannot be loaded.
+        WeightFileError: the weights do not fit the engine.
+    """
+
+    def __init__(
+        self, engine: EngineDir, library: str, plugin_library: Path = PLUGIN_LIBRARY
+    ) -> None:
+        self._engine = DeviceEngine(engine.vision_engine, library, plugin_library)
+        self._engine.bind_weights(engine.vision_weights)
+
+    def encode(
+        self, patches: npt.NDArray[Any], positions: Int32, cu_seqlens: Int32
+    ) -> npt.NDArray[Any]:
+        """See `VisionExecutor.encode` and `DeviceEngine.run`."""
+        feeds = {
+            tensors.PATCHES: patches,
+            tensors.POSITIONS: positions,
+            tensors.CU_SEQLENS: cu_seqlens,
+        }
+        return self._engine.run(feeds, tensors.FEATURES)
+
+    def close(self) -> None:
+        self._engine.close()

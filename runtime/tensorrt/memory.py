@@ -1,0 +1,117 @@
+"""Device memory as plain bytes: what TensorRT needs of a tensor is its address and its shape."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+UPLOAD_CHUNK = 64 << 20
+"""Bytes of each of the two pinned buffers through which weights pass."""
+
+REPORT_SECONDS = 10.0
+
+
+def import_torch() -> Any:
+    """torch, imported on first use: these modules must load on machines without it."""
+    return importlib.import_module("torch")
+
+
+def as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The bytes of an array of any dtype; a view where the array is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def chunks(size: int, chunk: int) -> Iterator[slice]:
+    """0..size in pieces of at most `chunk`."""
+    for begin in range(0, size, chunk):
+        yield slice(begin, min(begin + chunk, size))
+
+
+class StagedBuffer:
+    """A device buffer and a pinned host buffer of the same size, which grow on demand."""
+
+    def __init__(self) -> None:
+        self._device: Any = None
+        self._host: Any = None
+
+    def reserve(self, size: int) -> int:
+        """Make room for `size` bytes and return the device address, never null."""
+        torch = import_torch()
+        if self._device is None or self._device.numel() < size:
+            self._device = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
+            self._host = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+        return int(self._device.data_ptr())
+
+    def write(self, array: npt.NDArray[Any]) -> int:
+        """Copy an array to the device on the current stream; returns its address.
+
+        The next write must wait until this copy has ended.
+        """
+        source = as_bytes(array)
+        address = self.reserve(source.size)
+        self._host.numpy()[: source.size] = source
+        self._device[: source.size].copy_(self._host[: source.size], non_blocking=True)
+        return address
+
+    def read(self, size: int) -> npt.NDArray[np.uint8]:
+        """Copy the first `size` bytes to the host, wait for the current stream, return a copy."""
+        torch = import_torch()
+        self._host[:size].copy_(self._device[:size], non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        copy: npt.NDArray[np.uint8] = self._host.numpy()[:size].copy()
+        return copy
+
+
+class Uploader:
+    """Streams mapped arrays to the device through two pinned buffers, reporting progress."""
+
+    def __init__(self, total_bytes: int) -> None:
+        torch = import_torch()
+        self._buffers = [
+            torch.empty(UPLOAD_CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+        self._free = [torch.cuda.Event() for _ in range(2)]
+        self._next = 0
+        self._total, self._done = total_bytes, 0
+        self._start = self._reported = time.monotonic()
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        """A torch uint8 tensor on the device that holds the array's bytes."""
+        torch = import_torch()
+        source = as_bytes(array)
+        target = torch.empty(max(source.size, 1), dtype=torch.uint8, device="cuda")
+        for piece in chunks(source.size, UPLOAD_CHUNK):
+            host, free = self._buffers[self._next], self._free[self._next]
+            free.synchronize()
+            length = piece.stop - piece.start
+            host.numpy()[:length] = source[piece]
+            target[piece].copy_(host[:length], non_blocking=True)
+            free.record()
+            self._next = 1 - self._next
+            self._report(length)
+        return target
+
+    def finish(self) -> None:
+        """Wait for the last copies."""
+        for free in self._free:
+            free.synchronize()
+
+    def _report(self, length: int) -> None:
+        self._done += length
+        now = time.monotonic()
+        if now - self._reported >= REPORT_SECONDS or self._done == self._total:
+            self._reported = now
+            logger.info(
+                "weights: %.1f of %.1f GB on the GPU, %.1f GB/s",
+                self._done / 1e9,
+                self._total / 1e9,
+                self._done / 1e9 / max(now - self._start, 1e-9),
+            )
