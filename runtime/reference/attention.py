@@ -32,7 +32,7 @@ def attend(q: Float32, k: Float32, v: Float32, visible: Array, scale: float) -> 
     weights = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
     total = weights.sum(axis=-1, keepdims=True)
     out: Float32 = (weights.reshape(queries * group, -1) @ v).reshape(queries, group, size)
-    return out / np.where(total == 0, np.float32(1), total)
+    return out / np.maximum(total, 1)  # at least 1 where any key is seen
 
 
 class _PagedOp(M3Op):
