@@ -1,0 +1,118 @@
+# Everything that a user types. `make help` lists it.
+PYTHON     ?= python3
+# Extra pip options for the test environment, e.g. PyTorch's CPU index where PyPI has only a CUDA build
+TORCH_PIP  ?=
+JOBS       ?= 2
+# The engine to make: a Hugging Face directory, tensor-parallel size, output directory
+MODEL_DIR  ?= out/tiny
+TP         ?= 1
+OUTPUT     ?= out/engine
+BUILD_ARGS ?=
+# Ports of `make serve`
+HTTP_PORT  ?= 8000
+GRPC_PORT  ?= 8001
+METRICS_PORT ?= 8002
+
+MODELS := .venv/models/bin/python
+TEST   := .venv/test/bin/python
+CLIENT := .venv/client/bin/python
+PIP     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+CHECKPOINT = $(OUTPUT).checkpoint
+
+.DEFAULT_GOAL := help
+.PHONY: help setup plugins build tiny engine demo serve test test-numpy1 test-slow test-gpu lint format bench clean
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo; echo "Variables (value now):"
+	@printf '  %-12s %s\n' PYTHON '$(PYTHON)' TORCH_PIP '$(TORCH_PIP)' JOBS '$(JOBS)' \
+	  MODEL_DIR '$(MODEL_DIR)' TP '$(TP)' OUTPUT '$(OUTPUT)' BUILD_ARGS '$(BUILD_ARGS)' \
+	  HTTP_PORT '$(HTTP_PORT)' GRPC_PORT '$(GRPC_PORT)' METRICS_PORT '$(METRICS_PORT)'
+
+# ---- environments: one for converters, builder and models, one for the server, one for clients --
+
+.venv/%/bin/python:
+	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "make: $(PYTHON) must be Python 3.11 to 3.13 with venv (Debian: apt-get install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv $(@D)/..
+
+.venv/models/.done: pyproject.toml setup.cfg | .venv/models/bin/python
+	$(call PIP,.venv/models) -e '.[models]'
+	@touch $@
+
+.venv/client/.done: pyproject.toml | .venv/client/bin/python
+	$(call PIP,.venv/client) numpy==2.4.6 'tritonclient[grpc,http]==2.73.0'
+	@touch $@
+
+.venv/server/.done: | .venv/server/bin/python
+	$(call PIP,.venv/server) --no-deps nvidia-pytriton==0.7.0
+	@touch $@
+
+.venv/test/.done: pyproject.toml setup.cfg | .venv/test/bin/python
+	$(call PIP,.venv/test) $(TORCH_PIP) -e '.[test,lint]'
+	$(call PIP,.venv/test) --no-deps $(TORCH_PIP) torchvision==0.28.0
+	@touch $@
+
+setup: .venv/models/.done .venv/client/.done .venv/server/.done ## Create the environments in .venv/
+
+# ---- the pipeline: plugin library, checkpoint, engine, server ------------------------------------
+
+plugins: ## Compile the plugin library for sm_90a, sm_100a and PTX: out/libm3_plugins.so
+	plugins/compile.sh full
+
+build: plugins ## The same as `plugins` (so `make build engine` does all)
+
+out/libm3_plugins.so:
+	plugins/compile.sh portable
+
+tiny: out/tiny/config.json ## Write a tiny random M3 checkpoint: out/tiny
+
+out/tiny/config.json: convert/tiny.py .venv/models/.done
+	rm -rf out/tiny
+	$(MODELS) -m m3trt.convert.tiny --output_dir out/tiny --geometry demo
+
+engine: .venv/models/.done $(if $(filter out/tiny,$(MODEL_DIR)),out/tiny/config.json) ## Convert MODEL_DIR and build its engines for TP ranks: OUTPUT
+	rm -rf $(if $(filter out/engine,$(OUTPUT)),out/engine out/engine.checkpoint)
+	$(MODELS) -m m3trt.convert --model_dir $(MODEL_DIR) --output_dir $(CHECKPOINT) --tp_size $(TP)
+	$(MODELS) -m m3trt.build --checkpoint_dir $(CHECKPOINT) --output_dir $(OUTPUT) $(BUILD_ARGS)
+
+demo: setup out/libm3_plugins.so ## From nothing to answers on a machine with no GPU: two questions to a real server
+	@$(MAKE) --no-print-directory engine
+	$(MODELS) -m m3trt.serve --engine_dir out/engine --http_port 0 --run $(CLIENT) -m m3trt.serve.demo
+
+serve: setup out/libm3_plugins.so ## Serve OUTPUT until Ctrl-C
+	@[ -e $(OUTPUT)/config.json ] || $(MAKE) --no-print-directory engine
+	$(MODELS) -m m3trt.serve --engine_dir $(OUTPUT) --http_port $(HTTP_PORT) --grpc_port $(GRPC_PORT) \
+	  --metrics_port $(METRICS_PORT)
+
+# ---- checks --------------------------------------------------------------------------------------
+
+test: setup .venv/test/.done out/libm3_plugins.so lint test-numpy1 ## Lint and the smoke and full tests (CI)
+	$(TEST) -m pytest -m "smoke or full"
+
+test-numpy1: .venv/models/.done ## Unit tests on numpy 1.26, in the environment of the models
+	$(call PIP,.venv/models) pytest==9.2.0 pytest-timeout==2.4.0
+	$(MODELS) -m pytest -q -m smoke tests/convert tests/runtime tests/preprocess
+
+test-slow: setup .venv/test/.done out/libm3_plugins.so ## Gigabyte conversions, the real 60-layer build, soak
+	$(TEST) -m pytest -m slow
+
+test-gpu: .venv/test/.done plugins ## Every plugin against an FP64 reference on this machine's GPU
+	$(TEST) -m pytest -m gpu
+
+lint: .venv/test/.done ## ruff, mypy --strict, clang-format
+	.venv/test/bin/ruff check .
+	.venv/test/bin/ruff format --check .
+	@mkdir -p out/typing/m3trt && for p in convert build runtime preprocess bench; do \
+	  ln -sfn ../../../$$p out/typing/m3trt/$$p; done; ln -sfn ../../../triton_repo/serve out/typing/m3trt/serve
+	MYPYPATH=out/typing .venv/test/bin/mypy $(addprefix -p m3trt.,convert build runtime preprocess serve bench)
+	.venv/test/bin/clang-format --dry-run --Werror $$(git ls-files 'plugins/*.h' 'plugins/*.cpp' 'plugins/*.cu' 'plugins/*.cuh')
+
+format: .venv/test/.done ## Rewrite the sources in the project's style
+	.venv/test/bin/ruff check --fix .
+	.venv/test/bin/ruff format .
+	.venv/test/bin/clang-format -i $$(git ls-files 'plugins/*.h' 'plugins/*.cpp' 'plugins/*.cu' 'plugins/*.cuh')
+
+clean: ## Remove what was built (not the environments)
+	rm -rf out
