@@ -20,7 +20,6 @@ from m3trt.build.engine_dir import (
     program_names,
 )
 from m3trt.build.environment import Environment
-from m3trt.build.library import RTX_COMPUTE_CAPABILITIES, device_compute_capability
 from m3trt.build.network import build_text_network
 from m3trt.build.profiles import (
     DimensionRange,
@@ -29,6 +28,7 @@ from m3trt.build.profiles import (
     text_dimensions,
     vision_dimensions,
 )
+from m3trt.build.targets import choose_targets
 from m3trt.build.vision_network import build_vision_network
 from m3trt.build.workers import build_all
 from m3trt.convert.configuration import M3Config
@@ -58,11 +58,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """How graphs become engines. `targets`: compute capabilities, None for the default."""
+    """How graphs become engines; without `compute_capabilities` see `choose_targets`."""
 
     library: str
     plugin_library: Path
-    targets: tuple[int, ...] | None = None
+    compute_capabilities: tuple[int, ...] | None = None
     workers: int = 1
     timing_cache_dir: Path | None = None
     verbose: bool = False
@@ -99,8 +99,10 @@ def write_engine_dir(
     """
     config = M3Config.load(checkpoint_dir)
     programs = make_programs(config, build)
-    targets, recorded = _targets(compiler)
-    environment = Environment.current(compiler.library, compiler.plugin_library, recorded)
+    targets = choose_targets(compiler.library, build, compiler.compute_capabilities)
+    environment = Environment.current(
+        compiler.library, compiler.plugin_library, targets.compute_capabilities
+    )
     reports: dict[str, BuildReport] = {}
     with new_directory(output_dir) as folder:
         _link_weights(checkpoint_dir, folder, config)
@@ -119,7 +121,7 @@ def write_engine_dir(
                 engine=first.with_suffix(".engine"),
                 ranges=input_ranges(program.model, program.dimensions),
                 plugin_library=compiler.plugin_library.resolve(),
-                compute_capabilities=targets,
+                compute_capabilities=None if targets.at_hand else targets.compute_capabilities,
                 timing_cache=_timing_cache(compiler, program.names[0]),
                 verbose=compiler.verbose,
             )
@@ -132,16 +134,6 @@ def write_engine_dir(
         (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
         EngineDir.load(folder)
     return reports
-
-
-def _targets(compiler: Compiler) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Targets for the builder (None: this machine's GPU) and for the engine's config."""
-    device = device_compute_capability()
-    if compiler.targets is not None:
-        return compiler.targets, compiler.targets
-    if device is not None:
-        return None, (device,)
-    return RTX_COMPUTE_CAPABILITIES, RTX_COMPUTE_CAPABILITIES
 
 
 def _note(reports: dict[str, BuildReport], task: EngineTask, report: BuildReport) -> None:

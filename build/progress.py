@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class ProgressReport:
-    """Counts steps of the builder's outermost phases on stderr; safe from several threads."""
+    """Shows the builder's phases and steps on stderr; safe from several threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -22,7 +22,9 @@ class ProgressReport:
         self._lock = threading.Lock()
         self._outermost: set[str] = set()
         self._totals: dict[str, int] = {}
-        self._bar: Any = tqdm(desc=name, unit="step") if sys.stderr.isatty() else None
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(desc=name, unit="step", miniters=0)
 
     def __enter__(self) -> ProgressReport:
         return self
@@ -41,17 +43,16 @@ class ProgressReport:
             self._totals[phase] = steps
             if parent is None:
                 self._outermost.add(phase)
-            if self._bar is not None and parent is None:
-                self._bar.reset(total=steps)
-                self._bar.set_description(f"{self._name}: {phase}")
+                if self._bar is not None:
+                    self._bar.reset(total=steps)
 
     def step_complete(self, phase: str, step: int) -> None:
         """Step `step` (from 0) of `phase` is done."""
         with self._lock:
             now = time.monotonic()
             if self._bar is not None:
-                if phase in self._outermost:
-                    self._bar.update(step + 1 - self._bar.n)
+                self._bar.set_postfix_str(phase, refresh=False)
+                self._bar.update(step + 1 - self._bar.n if phase in self._outermost else 0)
             elif now - self._last_line >= SECONDS_BETWEEN_LINES:
                 self._last_line = now
                 total = self._totals.get(phase, 0)
