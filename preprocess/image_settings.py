@@ -58,7 +58,7 @@ class ImageSettings:
                 raise ConfigError(f"{path}: {error}") from error
         try:
             return cls._from_json(data, vision)
-        except (TypeError, AttributeError, ConfigError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
     @classmethod
