@@ -225,5 +225,5 @@ def _read_config(directory: Path) -> tuple[M3Config, int | None]:
         raise ConfigError(
             f"{path} does not exist: expected a directory of m3trt.build or m3trt.convert"
         ) from None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: {error}") from error
