@@ -10,8 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from m3trt.convert.configuration import MAX_TENSOR_ELEMENTS, ConfigError, M3Config, VisionConfig
-
-DTYPE_BYTES = {"BF16": 2, "F32": 4}
+from m3trt.convert.dtypes import item_bytes
 
 
 class TensorSpec(NamedTuple):
@@ -22,7 +21,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return prod(self.shape) * item_bytes(self.dtype)
 
 
 def model_dtype(config: M3Config) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from m3trt.convert.dtypes import item_bytes
 from m3trt.convert.errors import ConvertError
-from m3trt.convert.layout import DTYPE_BYTES, TensorSpec
+from m3trt.convert.layout import TensorSpec
 
 
 def encode_header(tensors: dict[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
@@ -22,7 +23,7 @@ def encode_header(tensors: dict[str, TensorSpec]) -> tuple[bytes, dict[str, int]
     offsets: dict[str, int] = {}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, spec in sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]):
+    for name, spec in sorted(tensors.items(), key=lambda item: -item_bytes(item[1].dtype)):
         offsets[name], end = end, end + spec.num_bytes
         header[name] = {
             "dtype": spec.dtype,
