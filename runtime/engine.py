@@ -7,9 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from m3trt.build.configuration import BuildConfig
+from m3trt.convert.configuration import M3Config
 from m3trt.runtime.cache import PagePool
 from m3trt.runtime.request import (
     EngineClosedError,
@@ -94,6 +98,30 @@ class InflightEngine:
         self._finished: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="m3-engine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        engine_dir: Path,
+        token_bytes: Callable[[int], bytes],
+        runtime: str = "auto",
+        num_pages: int | None = None,
+        max_queue_size: int = 1024,
+    ) -> InflightEngine:
+        """Load an engine directory and start to serve it.
+
+        `runtime` and `num_pages` are those of `executors.create_executor`.
+
+        Raises:
+            EngineDirError, WeightFileError, ValueError: as `create_executor`.
+        """
+        from m3trt.build.engine_dir import EngineDir
+        from m3trt.runtime.executors import create_executor
+
+        engine = EngineDir.load(engine_dir)
+        executor = create_executor(engine, runtime, num_pages)
+        limits = engine_limits(engine.config, engine.build)
+        return cls(executor, limits, token_bytes, max_queue_size)
 
     # ---- any thread -----------------------------------------------------------------------
 
@@ -299,3 +327,17 @@ class InflightEngine:
                     num_output_tokens=sequence.num_generated,
                 )
                 self._deliver(sequence, output)
+
+
+def engine_limits(config: M3Config, build: BuildConfig) -> EngineLimits:
+    """What requests and steps of an engine must keep to."""
+    return EngineLimits(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        dtype=np.dtype(ml_dtypes.bfloat16 if config.dtype == "bfloat16" else np.float32),
+        tokens_per_block=config.tokens_per_block,
+        max_batch_size=build.max_batch_size,
+        max_num_tokens=build.max_num_tokens,
+        max_seq_len=build.max_seq_len,
+        max_prompt_rows=build.max_multimodal_len,
+    )
