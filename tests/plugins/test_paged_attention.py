@@ -1,0 +1,145 @@
+"""M3PagedAttention: builds everywhere; on a GPU its results against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import paged_reference as reference
+import plugin_harness as harness
+import pytest
+import torch
+from paged_steps import DECODE_PORT, DTYPES, PACKED_PORTS, Request, Step
+from paged_steps import check_close, kv_pool, make_step, real, rows
+from plugin_harness import Node, Port
+
+SCALE = 128**-0.5
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "context": lambda: make_step(
+        [Request(n, n) for n in (1, 127, 128, 129)] + [Request(40, n) for n in (2047, 2048, 2049)],
+        padded_tokens=5,
+    ),
+    "decode": lambda: make_step([], [1, 127, 128, 129, 2047, 2048, 2049], padded_rows=3),
+    "decode-4": lambda: make_step([], [4, 127, 128, 129, 2047, 2048, 2049], q_len=4, padded_rows=2),
+    "mixed": lambda: make_step(
+        [Request(3, 3), Request(0, 0), Request(100, 700)], [130, 2, 2049], q_len=2, padded_rows=2
+    ),
+    "all-padding": lambda: make_step([], [], padded_rows=4),
+    "empty": lambda: make_step([]),
+}
+SHAPES = {
+    "gqa2-bf16": ("bf16", "bf16", 8, 4),
+    "gqa8-bf16": ("bf16", "bf16", 8, 1),
+    "gqa16-bf16": ("bf16", "bf16", 32, 2),
+    "gqa1-f32": ("f32", "f32", 2, 2),
+    "gqa16-f32": ("f32", "f32", 16, 1),
+    "gqa8-bf16-e4m3": ("bf16", "e4m3", 16, 2),
+    "gqa4-f32-e4m3": ("f32", "e4m3", 8, 2),
+}
+
+
+def node(dtype: str, cache: str, heads: int, kv_heads: int) -> Node:
+    inputs = [
+        Port("q", dtype, ("tokens", heads, 128)),
+        Port("kv_cache", cache, ("pages", 2, 128, kv_heads, 128)),
+        *PACKED_PORTS,
+        DECODE_PORT,
+    ]
+    if cache == "e4m3":
+        inputs.append(Port("kv_scale", "f32", (1,)))
+    return Node(
+        "M3PagedAttention",
+        tuple(inputs),
+        (Port("out", dtype, ("tokens", heads * 128)),),
+        (("block_size", 128), ("softmax_scale", SCALE)),
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("shape", SHAPES)
+def test_builds(shape: str) -> None:
+    assert harness.build(node(*SHAPES[shape])).nbytes > 0
+
+
+BF16 = node("bf16", "bf16", 8, 4)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        pytest.param(BF16.but(block_size=64), "'block_size' is 64", id="block-size"),
+        pytest.param(BF16.but(softmax_scale=None), "'softmax_scale' is missing", id="missing"),
+        pytest.param(BF16.but(block_size=127.5), "'block_size' is a float", id="wrong-type"),
+        pytest.param(BF16.retyped(q="f16", out="f16"), "q=f16", id="f16"),
+        pytest.param(BF16.retyped(kv_cache="e4m3"), "kv_cache=e4m3", id="scale-missing"),
+        pytest.param(BF16.retyped(decode_rows="f32"), "decode_rows=f32", id="decode-rows-type"),
+        pytest.param(BF16.reshaped(q=("tokens", 6, 128)), "with 4 KV heads", id="gqa"),
+        pytest.param(BF16.reshaped(q=("tokens", 128, 128)), "1 to 16 times", id="gqa32"),
+        pytest.param(
+            BF16.reshaped(kv_cache=("pages", 2, 64, 4, 128)), "kv_cache has shape", id="page-size"
+        ),
+        pytest.param(
+            BF16.reshaped(cu_query_lens=("requests",)), "cu_query_lens has shape", id="offsets"
+        ),
+        pytest.param(
+            BF16.reshaped(decode_rows=("decode_requests", 16)), "decode_rows has shape", id="q-len"
+        ),
+    ],
+)
+def test_refuses(bad: Node, sentence: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(harness.BuildError) as caught:
+        harness.build(bad)
+    assert sentence in str(caught.value) + capfd.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("step", STEPS)
+def test_is_exact_attention(step: str, shape: str) -> None:
+    dtype, cache, heads, kv_heads = SHAPES[shape]
+    batch = STEPS[step]()
+    inputs = dict(batch.inputs)
+    inputs["q"] = rows(batch, 1, heads, 128, dtype=dtype, scale=2.0)
+    inputs["kv_cache"] = kv_pool(batch, kv_heads, cache, seed=2)
+    inputs["kv_scale"] = torch.tensor([0.75])
+    out = harness.run(node(*SHAPES[shape]), inputs)["out"]
+
+    scale = inputs["kv_scale"] if cache == "e4m3" else None
+    q, pages = real(inputs["q"]), real(inputs["kv_cache"], scale)
+    exact, plain = (
+        reference.attend_step(
+            batch, q.to(t), pages[:, 0].to(t), pages[:, 1].to(t), SCALE, block_ids=None
+        )
+        for t in (torch.float64, DTYPES[dtype])
+    )
+    assert (out[batch.num_real :] == 0).all(), "padding rows are not zero"
+    if batch.num_real:
+        check_close(out[: batch.num_real], exact[: batch.num_real], plain[: batch.num_real])
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+def test_context_and_decode_rows_agree() -> None:
+    """The last four tokens give the same bits as one chunk, as decode rows, alone or in a batch."""
+    spec = node("bf16", "bf16", 16, 1)
+    lengths = [129, 2049, 400]
+    decode = make_step([], lengths, q_len=4)
+    context = make_step([Request(4, n) for n in lengths], [300], seed=0)
+    pages = kv_pool(decode, 1, "bf16", seed=2)
+    inputs = dict(decode.inputs)
+    inputs["q"] = rows(decode, 1, 16, 128, dtype="bf16")
+    inputs["kv_cache"] = pages
+    expected = harness.run(spec, inputs)["out"]
+
+    # The same pages in another pool, beside another request.
+    other = kv_pool(context, 1, "bf16", seed=50)
+    for request in range(len(lengths)):
+        other[context.pages[request]] = pages[decode.pages[request]]
+    again = dict(context.inputs)
+    again["q"] = torch.cat([inputs["q"], rows(context, 5, 16, 128, dtype="bf16")[-1:]])
+    again["kv_cache"] = other
+    assert harness.same_bits(harness.run(spec, again)["out"][:12], expected)

@@ -1,0 +1,150 @@
+"""M3SparseAttention: builds everywhere; on a GPU its results against fp64."""
+
+from __future__ import annotations
+
+import paged_reference as reference
+import plugin_harness as harness
+import pytest
+import test_paged_attention as paged
+import torch
+from paged_steps import BLOCK, DECODE_PORT, DTYPES, PACKED_PORTS, Request, Step
+from paged_steps import check_close, kv_pool, make_step, real, rows
+from plugin_harness import Node, Port
+
+SCALE = 128**-0.5
+TOP_K = 16
+
+
+def node(dtype: str, cache: str, heads: int, kv_heads: int, top_k: int = TOP_K) -> Node:
+    inputs = [
+        Port("q", dtype, ("tokens", heads, 128)),
+        Port("kv_cache", cache, ("pages", 2, 128, kv_heads, 128)),
+        Port("block_ids", "int32", (kv_heads, "tokens", top_k)),
+        *PACKED_PORTS,
+        DECODE_PORT,
+    ]
+    if cache == "e4m3":
+        inputs.append(Port("kv_scale", "f32", (1,)))
+    return Node(
+        "M3SparseAttention",
+        tuple(inputs),
+        (Port("out", dtype, ("tokens", heads * 128)),),
+        (("block_size", 128), ("softmax_scale", SCALE)),
+    )
+
+
+def choose(step: Step, kv_heads: int, top_k: int, seed: int = 9) -> torch.Tensor:
+    """A random selection for every token and KV head on its own, the own block last, then -1.
+
+    Padding rows hold block 0: they must not be followed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.zeros(kv_heads, step.num_tokens, top_k, dtype=torch.int32)
+    for head in range(kv_heads):
+        for token, (_, position) in enumerate(step.tokens):
+            own = position // BLOCK
+            count = min(own, top_k - 1)
+            chosen = torch.randperm(own, generator=generator)[:count].sort().values.tolist()
+            row = [*chosen, own]
+            ids[head, token] = torch.tensor(row + [-1] * (top_k - len(row)))
+    return ids
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("shape", paged.SHAPES)
+def test_builds(shape: str) -> None:
+    assert harness.build(node(*paged.SHAPES[shape])).nbytes > 0
+
+
+BF16 = node("bf16", "bf16", 8, 4)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        pytest.param(BF16.but(block_size=16), "'block_size' is 16", id="block-size"),
+        pytest.param(BF16.retyped(block_ids="f32"), "block_ids=f32", id="ids-type"),
+        pytest.param(BF16.retyped(kv_cache="f32"), "kv_cache=f32", id="cache-type"),
+        pytest.param(
+            BF16.reshaped(block_ids=(2, "tokens", 16)), "block_ids has shape", id="ids-heads"
+        ),
+        pytest.param(
+            BF16.reshaped(block_ids=("tokens", 4, 16)), "block_ids has shape", id="token-major"
+        ),
+        pytest.param(BF16.reshaped(q=("tokens", 8, 64)), "q has shape", id="head-size"),
+    ],
+)
+def test_refuses(bad: Node, sentence: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(harness.BuildError) as caught:
+        harness.build(bad)
+    assert sentence in str(caught.value) + capfd.readouterr().err
+
+
+def inputs_of(step: Step, dtype: str, cache: str, heads: int, kv_heads: int) -> dict:
+    inputs = dict(step.inputs)
+    inputs["q"] = rows(step, 1, heads, 128, dtype=dtype, scale=2.0)
+    inputs["kv_cache"] = kv_pool(step, kv_heads, cache, seed=2)
+    inputs["kv_scale"] = torch.tensor([0.75])
+    return inputs
+
+
+def check(step: Step, inputs: dict, out: torch.Tensor, dtype: str, cache: str) -> None:
+    scale = inputs["kv_scale"] if cache == "e4m3" else None
+    q, pages = real(inputs["q"]), real(inputs["kv_cache"], scale)
+    exact, plain = (
+        reference.attend_step(
+            step, q.to(t), pages[:, 0].to(t), pages[:, 1].to(t), SCALE, inputs["block_ids"]
+        )
+        for t in (torch.float64, DTYPES[dtype])
+    )
+    assert (out[step.num_real :] == 0).all(), "padding rows are not zero"
+    if step.num_real:
+        check_close(out[: step.num_real], exact[: step.num_real], plain[: step.num_real])
+
+
+gpu = pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
+@pytest.mark.parametrize("top_k", [3, 16])
+@pytest.mark.parametrize("shape", paged.SHAPES)
+@pytest.mark.parametrize("step", paged.STEPS)
+def test_attends_to_the_selection(step: str, shape: str, top_k: int) -> None:
+    dtype, cache, heads, kv_heads = paged.SHAPES[shape]
+    batch = paged.STEPS[step]()
+    inputs = inputs_of(batch, *paged.SHAPES[shape])
+    inputs["block_ids"] = choose(batch, kv_heads, top_k)
+    out = harness.run(node(dtype, cache, heads, kv_heads, top_k), inputs)["out"]
+    check(batch, inputs, out, dtype, cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
+def test_skips_sentinels_anywhere_and_rows_without_blocks() -> None:
+    batch = make_step([Request(30, 900)], [2049, 130])
+    inputs = inputs_of(batch, "bf16", "bf16", 16, 2)
+    ids = choose(batch, 2, TOP_K)
+    ids[:, ::3, 0] = -1  # before valid entries
+    ids[0, 5] = -1  # one KV head sees nothing, the other does
+    ids[1, 7, -1] = 15  # a block behind the query, and none of its request's pages
+    inputs["block_ids"] = ids
+    out = harness.run(node("bf16", "bf16", 16, 2), inputs)["out"]
+    assert (out[5, : 8 * 128] == 0).all()
+    assert (out[5, 8 * 128 :] != 0).any()
+    check(batch, inputs, out, "bf16", "bf16")
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
+def test_all_blocks_selected_is_dense_attention_bit_for_bit() -> None:
+    batch = make_step([Request(64, 600)], [2048, 1, 129], padded_rows=1)
+    inputs = inputs_of(batch, "bf16", "bf16", 32, 2)
+    inputs["block_ids"] = choose(batch, 2, TOP_K)
+    sparse = harness.run(node("bf16", "bf16", 32, 2), inputs)["out"]
+    dense = harness.run(paged.node("bf16", "bf16", 32, 2), inputs)["out"]
+    assert harness.same_bits(sparse, dense)
