@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,9 +49,8 @@ def tokenizer(release_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def reference(release_dir: Path) -> SimpleNamespace:
+def reference(release_dir: Path, importable_torchvision: None) -> SimpleNamespace:
     """transformers' `image_processor`, `tokenizer`, `processor` and `smart_resize`."""
-    _import_torchvision_beside_cpu_torch()
     from transformers import AutoTokenizer
     from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import (
         MiniMaxM3VLImageProcessor,
@@ -78,26 +75,6 @@ def reference(release_dir: Path) -> SimpleNamespace:
         processor=ImageTextProcessor(image_processor, tokenizer),
         smart_resize=smart_resize,
     )
-
-
-def _import_torchvision_beside_cpu_torch() -> None:
-    """PyPI's torchvision is a CUDA build whose C library does not load beside a CPU torch; with
-    the two operators that it registers declared, its Python part imports."""
-    import torch
-
-    if importlib.util.find_spec("torchvision") is None:
-        pytest.fail("the test environment lacks torchvision: install it with --no-deps")
-    try:
-        import torchvision
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou) -> Tensor")
-        import torchvision
-
-        torchvision._declared_operators = library
 
 
 @pytest.fixture(scope="session")
