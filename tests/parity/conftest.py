@@ -1,0 +1,317 @@
+"""transformers' own model as the oracle, and the whole line from its checkpoint to our logits.
+
+One random checkpoint per geometry is written under released names. transformers loads it in
+float64 (the oracle), float32 and bfloat16; convert and build make engines of it; both sides see
+the same token ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from m3trt.build.__main__ import main as build
+from m3trt.build.engine_dir import EngineDir
+from m3trt.convert.__main__ import main as convert
+from m3trt.convert.tiny import write_tiny_checkpoint
+from m3trt.runtime.executors import create_executor, create_vision_executor
+from m3trt.runtime.step import StepExecutor, StepInputs
+from safetensors import safe_open
+
+torch = pytest.importorskip("torch")
+
+NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+ROUTER = ("block_sparse_moe.gate.weight", "e_score_correction_bias")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """checkpoint(geometry) -> a bfloat16 checkpoint; every dtype starts from the same weights."""
+    made: dict[str, Path] = {}
+
+    def make(geometry: str) -> Path:
+        if geometry not in made:
+            made[geometry] = tmp_path_factory.mktemp(geometry) / "hf"
+            write_tiny_checkpoint(made[geometry], geometry, seed=1)
+        return made[geometry]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., EngineDir]:
+    """engine(geometry, dtype, tp_size) -> a reference engine made by the two commands."""
+    made: dict[tuple[str, str, int], EngineDir] = {}
+
+    def make(geometry: str, dtype: str, tp_size: int = 1) -> EngineDir:
+        key = geometry, dtype, tp_size
+        if key not in made:
+            folder = tmp_path_factory.mktemp("engine")
+            source, middle, target = str(checkpoint(geometry)), folder / "ckpt", folder / "engine"
+            command = ["--model_dir", source, "--output_dir", str(middle), "--dtype", dtype]
+            assert convert([*command, "--tp_size", str(tp_size)]) == 0
+            command = ["--checkpoint_dir", str(middle), "--output_dir", str(target)]
+            command += ["--runtime", "reference", "--gather_context_logits"]
+            assert build(command) == 0
+            made[key] = EngineDir.load(target)
+        return made[key]
+
+    return make
+
+
+# ---- the oracle ------------------------------------------------------------------------------
+
+
+def import_transformers() -> types.ModuleType:
+    """transformers, with torchvision's Python part importable beside a torch for CPUs.
+
+    PyPI's torchvision is built for CUDA; declaring the two operators that it registers at import
+    lets the rest load.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            import torchvision
+        except RuntimeError:
+            for name in [m for m in sys.modules if m.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            library = torch.library.Library("torchvision", "DEF")
+            for op in ("nms", "qnms"):
+                library.define(f"{op}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+            import torchvision
+
+            torchvision._stub_library = library
+    import transformers
+
+    return transformers
+
+
+@contextlib.contextmanager
+def all_double() -> Iterator[None]:
+    """Make the float32 sections of the modelling code compute in float64."""
+    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as code
+
+    patch = pytest.MonkeyPatch()
+    softmax = torch.nn.functional.softmax
+    functional = types.SimpleNamespace(**vars(torch.nn.functional))
+    functional.softmax = lambda x, dim, dtype=None: softmax(x, dim=dim)
+    shadow = types.SimpleNamespace(**vars(torch.nn))
+    shadow.functional = functional
+    with patch.context() as context:
+        context.setattr(torch.Tensor, "float", torch.Tensor.double)
+        context.setattr(torch, "float", torch.float64)
+        context.setattr(code, "nn", shadow)
+        yield
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Logits [tokens, vocab] and, a sparse layer each, block scores [index heads, tokens, blocks]
+    and block ids [index heads, tokens, top_k]."""
+
+    logits: Any
+    block_scores: list[Any]
+    block_ids: list[Any]
+
+
+@dataclass
+class Oracle:
+    """transformers' model in one dtype; remembers the forwards that it has run."""
+
+    model: Any
+    double: bool
+    forwards: dict[bytes, Forward] = field(default_factory=dict)
+
+    def forward(self, ids: Any, **images: Any) -> Forward:
+        """One forward over the whole sequence `ids`, with or without images."""
+        key = np.asarray(ids).tobytes() + repr(sorted(images.items())).encode()
+        if key not in self.forwards:
+            self.forwards[key] = self._forward(ids, images)
+        return self.forwards[key]
+
+    def logits(self, ids: Any, **images: Any) -> Any:
+        return self.forward(ids, **images).logits
+
+    def _forward(self, ids: Any, images: dict[str, Any]) -> Forward:
+        scores, chosen = [], []
+        topk = torch.Tensor.topk
+
+        def recording(x: Any, *args: Any, **kwargs: Any) -> Any:
+            values, indices = topk(x, *args, **kwargs)
+            if x.dim() == 4:  # [batch, index heads, tokens, blocks]: the indexer's
+                scores.append(x[0].double().numpy())
+                chosen.append(indices.masked_fill(values.isneginf(), -1)[0].numpy())
+            return values, indices
+
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "topk", recording)
+            with all_double() if self.double else contextlib.nullcontext():
+                out = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False, **images)
+        return Forward(out.logits[0].double().numpy(), scores, chosen)
+
+    def generate(self, ids: Sequence[int], count: int) -> list[int]:
+        """Greedy continuation, never stopping early."""
+        prompt = torch.tensor([list(ids)])
+        out = self.model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return out[0, len(ids) :].tolist()
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str, str], Oracle]:
+    """oracle(geometry, "float64" | "float32" | "bfloat16")."""
+    made: dict[tuple[str, str], Oracle] = {}
+
+    def make(geometry: str, dtype: str) -> Oracle:
+        if (geometry, dtype) not in made:
+            path = checkpoint(geometry)
+            loader = import_transformers().AutoModelForImageTextToText
+            with all_double() if dtype == "float64" else contextlib.nullcontext():
+                model = loader.from_pretrained(
+                    path,
+                    dtype=getattr(torch, dtype),
+                    attn_implementation="eager",
+                    experts_implementation="eager",
+                ).eval()
+                recompute_frequencies(model)
+            restore_router(model, path, torch.float64 if dtype == "float64" else torch.float32)
+            made[geometry, dtype] = Oracle(model, dtype == "float64")
+        return made[geometry, dtype]
+
+    return make
+
+
+def recompute_frequencies(model: Any) -> None:
+    """Rotary frequencies in the present default dtype: exact ones under `all_double`."""
+    for module in model.modules():
+        for name in ("compute_default_rope_parameters", "compute_axial_rope_parameters"):
+            if hasattr(module, name):
+                module.inv_freq = getattr(module, name)(module.config)[0]
+
+
+def restore_router(model: Any, path: Path, dtype: Any) -> None:
+    """Gate and routing bias as the checkpoint stores them; from_pretrained rounds them to bf16."""
+    stored = {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                if name.endswith(ROUTER):
+                    stored[name] = tensors.get_tensor(name)
+    for number, layer in enumerate(model.model.language_model.layers):
+        mine = {k: v for k, v in stored.items() if f"layers.{number}." in k}
+        if mine:
+            for name, value in mine.items():
+                owner = layer.mlp.gate
+                where = "weight" if name.endswith("weight") else "e_score_correction_bias"
+                owner = owner if hasattr(owner, where) else layer.mlp
+                getattr(owner, where).data = value.to(dtype)
+
+
+# ---- our side --------------------------------------------------------------------------------
+
+
+@dataclass
+class Driver:
+    """Feeds sequences to an executor step by step, as a scheduler would: pages are handed out in
+    random order, unused ones hold NaN."""
+
+    executor: StepExecutor
+    engine: EngineDir
+    table: Any
+    free: list[int]
+
+    def pages(self, length: int) -> Any:
+        count = -(-length // self.engine.config.tokens_per_block)
+        taken, self.free = self.free[:count], self.free[count:]
+        return np.array(taken, np.int32)
+
+    def step(
+        self,
+        parts: Sequence[tuple[Any, int, Any]],
+        decode: int = 0,
+        padding: int = 0,
+        padded_rows: int = 0,
+    ) -> list[Any]:
+        """Run parts (ids, first position, pages), the last `decode` of them as decode rows, and
+        return the logits of all their tokens."""
+        new = [len(ids) for ids, _, _ in parts] + [0] * padded_rows
+        lengths = [first + len(ids) for ids, first, _ in parts] + [0] * padded_rows
+        table = np.full((len(new), max(len(pages) for _, _, pages in parts) + 1), -1, np.int32)
+        for row, (_, _, pages) in enumerate(parts):
+            table[row, : len(pages)] = pages
+        cu = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+        ids = np.concatenate([ids for ids, _, _ in parts] + [np.zeros(padding)])
+        positions = [np.arange(first, first + len(ids)) for ids, first, _ in parts]
+        inputs = StepInputs(
+            input_ids=ids.astype(np.int32),
+            position_ids=np.concatenate([*positions, np.zeros(padding)]).astype(np.int32),
+            cu_query_lens=cu,
+            sequence_length=np.array(lengths, np.int32),
+            kv_cache_block_offsets=table,
+            decode_shape=(decode + padded_rows, 1),
+            logit_rows=np.arange(cu[-1], dtype=np.int32),
+            prompt_embedding_table=self.table,
+        )
+        return np.split(self.executor.step(inputs), cu[1 : len(parts)])
+
+    def run(self, ids: Any, chunk: int | None = None, decode_from: int | None = None) -> Any:
+        """Logits of a whole sequence: prefill in chunks, then single steps from `decode_from`."""
+        pages, rows = self.pages(len(ids)), []
+        context = len(ids) if decode_from is None else decode_from
+        for begin in range(0, context, chunk or context):
+            end = min(begin + (chunk or context), context)
+            rows += self.step([(ids[begin:end], begin, pages)])
+        for position in range(context, len(ids)):
+            rows += self.step([(ids[position : position + 1], position, pages)], decode=1)
+        return np.concatenate(rows)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+@pytest.fixture(scope="session")
+def driver(engine: Callable[..., EngineDir]) -> Callable[..., Driver]:
+    """driver(geometry, dtype, tp_size, table) -> a fresh executor with poisoned pages."""
+
+    def make(geometry: str, dtype: str, tp_size: int = 1, table: Any = None) -> Driver:
+        found = engine(geometry, dtype, tp_size)
+        pages = 3 * found.build.max_pages_per_sequence(found.config)
+        executor = create_executor(found, "reference", pages)
+        for program in executor._programs:
+            for name, array in program._bound.items():
+                if "cache" in name:
+                    array[...] = np.nan
+        if table is None:
+            table = np.zeros((1, found.config.hidden_size), NUMPY_DTYPES[dtype])
+        order = np.random.default_rng(5).permutation(pages).tolist()
+        return Driver(executor, found, table, order)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def vision(engine: Callable[..., EngineDir]) -> Callable[[str, str], Any]:
+    """vision(geometry, dtype) -> the vision executor."""
+    return lambda geometry, dtype: create_vision_executor(engine(geometry, dtype), "reference")
+
+
+@pytest.fixture(scope="session")
+def token_ids() -> Callable[[int], Any]:
+    """token_ids(n) -> n random ids below the special tokens of the tiny vocabularies."""
+    return lambda n: np.random.default_rng(n).integers(0, 490, n).astype(np.int32)
