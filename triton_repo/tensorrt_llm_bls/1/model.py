@@ -1,0 +1,32 @@
+"""The whole pipeline as one model that clients can cancel; same tensors as the ensemble."""
+
+import json
+import logging
+from pathlib import Path
+
+from m3trt.preprocess.detokenizer import Detokenizer
+from m3trt.preprocess.tokenizer import Tokenizer
+from m3trt.serve.backend import inputs_of, parameters_of, state_file
+from m3trt.serve.bls import BlsService
+from m3trt.serve.inflight import InflightCount
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        logging.basicConfig(level=logging.INFO)
+        parameters = parameters_of(args)
+        outputs = json.loads(args["model_config"])["output"]
+        self._service = BlsService(
+            Detokenizer(Tokenizer.load(Path(parameters["engine_dir"]))),
+            frozenset(output["name"] for output in outputs),
+            int(parameters["max_in_flight"]),
+            InflightCount(state_file(args, parameters)),
+        )
+
+    def execute(self, requests):
+        for request in requests:
+            arrays = {name: array.copy() for name, array in inputs_of(request).items()}
+            self._service.submit(request, arrays)
+
+    def finalize(self):
+        self._service.close()
