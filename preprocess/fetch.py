@@ -32,18 +32,22 @@ class Fetcher:
     allowed_media_hosts: frozenset[str] = frozenset()
     """`host` or `host:port` entries that may have private or loopback addresses."""
 
-    timeout_seconds: float = 10.0
-    """For one picture, redirects included."""
+    timeout_seconds: float = 30.0
+    """For all pictures of one request together."""
 
     max_bytes: int = 32 * 1024 * 1024
     max_redirects: int = 3
 
-    def fetch(self, url: str) -> bytes:
+    def deadline(self) -> float:
+        """When the pictures of a request that begins now must be there, for `fetch`."""
+        return time.monotonic() + self.timeout_seconds
+
+    def fetch(self, url: str, deadline: float) -> bytes:
         """The bytes behind a `data:`, `http:` or `https:` URL.
 
         Raises:
-            PreprocessError: the scheme or the host is not allowed, or the transfer fails, takes
-                too long or is too large.
+            PreprocessError: the scheme or the host is not allowed, the transfer fails, is too
+                large or does not end before `deadline`.
         """
         scheme = url.split(":", 1)[0].lower() if ":" in url else ""
         if scheme == "data":
@@ -52,7 +56,6 @@ class Fetcher:
             raise PreprocessError(
                 f"image URL {_shown(url)} is not allowed: expected data:, http: or https:"
             )
-        deadline = time.monotonic() + self.timeout_seconds
         try:
             for _ in range(self.max_redirects + 1):
                 content, target = self._get(url, deadline)

@@ -122,14 +122,6 @@ def smart_resize(height: int, width: int, settings: ImageSettings) -> tuple[int,
     return new_height, new_width
 
 
-def resize_image(image: Image.Image, settings: ImageSettings) -> Image.Image:
-    """`image` at the size that `smart_resize` gives, bicubic with antialiasing."""
-    height, width = smart_resize(image.height, image.width, settings)
-    if (width, height) == image.size:
-        return image
-    return image.resize((width, height), Image.Resampling.BICUBIC)
-
-
 class ImageProcessor:
     """Resized, normalised patch rows of pictures; safe to use from several threads."""
 
@@ -143,17 +135,24 @@ class ImageProcessor:
         self._dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
         self._levels = _normalised_levels(settings).astype(self._dtype)
 
-    def process(self, images: Sequence[Image.Image]) -> ImageBatch:
-        """Patch rows of RGB `images`, at least one.
+    def resize(self, image: Image.Image) -> Image.Image:
+        """RGB `image` at the size that `smart_resize` gives, bicubic with antialiasing.
 
         Raises:
-            PreprocessError: a picture is too thin.
+            PreprocessError: the picture is too thin.
         """
-        resized = [resize_image(image, self.settings) for image in images]
-        return self.patchify(resized)
+        height, width = smart_resize(image.height, image.width, self.settings)
+        if (width, height) == image.size:
+            return image
+        return image.resize((width, height), Image.Resampling.BICUBIC)
+
+    def num_tokens(self, image: Image.Image) -> int:
+        """How many tokens a resized picture becomes."""
+        factor = self.settings.factor
+        return (image.height // factor) * (image.width // factor)
 
     def patchify(self, images: Sequence[Image.Image]) -> ImageBatch:
-        """Patch rows of RGB `images` whose sides are multiples of the factor."""
+        """Patch rows of resized RGB `images`, at least one."""
         patch, merge = self.settings.patch_size, self.settings.merge_size
         grids = tuple((1, image.height // patch, image.width // patch) for image in images)
         rows = [height * width for _, height, width in grids]
@@ -162,7 +161,7 @@ class ImageProcessor:
             positions=np.concatenate([_positions(h, w, merge) for _, h, w in grids]),
             cu_seqlens=np.cumsum([0, *rows], dtype=np.int32),
             grids=grids,
-            num_tokens=tuple(count // merge**2 for count in rows),
+            num_tokens=tuple(self.num_tokens(image) for image in images),
         )
 
     def _patches(self, image: Image.Image) -> npt.NDArray[Any]:

@@ -136,10 +136,7 @@ class Preprocessor:
             return PreprocessedPrompt(ids, None)
         if self._image_processor is None:
             raise PreprocessError("this model takes no images: it has no vision tower")
-        batch = self._image_processor.process(
-            [self._load_image(image, i) for i, image in enumerate(images)]
-        )
-        self._check_size(batch)
+        batch = self._load_images(self._image_processor, images)
         return PreprocessedPrompt(self._insert_rows(ids, batch), batch)
 
     def _prompt(self, text: str, num_images: int, chat: bool, thinking_mode: str | None) -> str:
@@ -183,22 +180,30 @@ class Preprocessor:
         expanded[expanded == self.config.image_token_id] = rows
         return expanded
 
-    def _load_image(self, source: ImageSource, index: int) -> Image.Image:
-        try:
-            if isinstance(source, np.ndarray):
-                return image_from_pixels(source)
-            content = self._fetcher.fetch(source) if isinstance(source, str) else source
-            return decode_image(content)
-        except PreprocessError as error:
-            raise PreprocessError(f"image {index + 1}: {error}") from error
+    def _load_images(self, processor: ImageProcessor, sources: Sequence[ImageSource]) -> ImageBatch:
+        """One picture after the other, so that only one is in memory at its full size."""
+        resized, tokens, deadline = [], 0, self._fetcher.deadline()
+        for index, source in enumerate(sources):
+            try:
+                image = processor.resize(self._load_image(source, deadline))
+            except PreprocessError as error:
+                raise PreprocessError(f"image {index + 1}: {error}") from error
+            tokens += processor.num_tokens(image)
+            if self._max_image_tokens is not None and tokens > self._max_image_tokens:
+                raise PreprocessError(
+                    f"the first {index + 1} images take {tokens} tokens, the engine was built for"
+                    f" at most {self._max_image_tokens} (max_multimodal_len): send fewer or"
+                    " smaller ones"
+                )
+            resized.append(image)
+        return processor.patchify(resized)
 
-    def _check_size(self, batch: ImageBatch) -> None:
-        tokens = sum(batch.num_tokens)
-        if self._max_image_tokens is not None and tokens > self._max_image_tokens:
-            raise PreprocessError(
-                f"the images take {tokens} tokens, the engine was built for at most"
-                f" {self._max_image_tokens} (max_multimodal_len): send fewer or smaller ones"
-            )
+    def _load_image(self, source: ImageSource, deadline: float) -> Image.Image:
+        if isinstance(source, np.ndarray):
+            return image_from_pixels(source)
+        if isinstance(source, str):
+            source = self._fetcher.fetch(source, deadline)
+        return decode_image(source)
 
 
 def _decode(text: str | bytes) -> str:

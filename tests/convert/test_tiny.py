@@ -134,11 +134,11 @@ def test_quantisation_is_close() -> None:
     assert not found[3, :32].any()
 
 
-@pytest.mark.parametrize("mxfp8", [False, True])
-def test_same_arguments_same_bytes(tmp_path: Path, mxfp8: bool) -> None:
+@pytest.mark.parametrize(("geometry", "mxfp8"), [("demo", False), ("small", True)])
+def test_same_arguments_same_bytes(tmp_path: Path, geometry: str, mxfp8: bool) -> None:
     directories = [tmp_path / name for name in ("first", "second", "other")]
     for directory, seed in zip(directories, (1, 1, 2), strict=True):
-        write_tiny_checkpoint(directory, "demo", seed, mxfp8=mxfp8)
+        write_tiny_checkpoint(directory, geometry, seed, mxfp8=mxfp8)
     first, second, other = (
         {file.name: file.read_bytes() for file in directory.iterdir()} for directory in directories
     )

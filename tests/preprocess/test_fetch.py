@@ -96,6 +96,10 @@ def port() -> Iterator[int]:
     thread.join()
 
 
+def get(fetcher: Fetcher, url: str) -> bytes:
+    return fetcher.fetch(url, fetcher.deadline())
+
+
 @pytest.fixture
 def fetcher() -> Fetcher:
     return Fetcher(frozenset({"127.0.0.1"}), timeout_seconds=5)
@@ -103,9 +107,9 @@ def fetcher() -> Fetcher:
 
 class TestDataUrls:
     def test_decoded(self) -> None:
-        assert Fetcher().fetch("data:image/png;base64,aGVsbG8=") == b"hello"
-        assert Fetcher().fetch("DATA:;base64,aGVs bG8%3D") == b"hello"
-        assert Fetcher().fetch("data:text/plain,a%20b") == b"a b"
+        assert get(Fetcher(), "data:image/png;base64,aGVsbG8=") == b"hello"
+        assert get(Fetcher(), "DATA:;base64,aGVs bG8%3D") == b"hello"
+        assert get(Fetcher(), "data:text/plain,a%20b") == b"a b"
 
     @pytest.mark.parametrize(
         ("url", "message"),
@@ -117,12 +121,12 @@ class TestDataUrls:
     )
     def test_malformed(self, url: str, message: str) -> None:
         with pytest.raises(PreprocessError, match=message):
-            Fetcher().fetch(url)
+            get(Fetcher(), url)
 
     def test_too_large(self) -> None:
         for url in ("data:," + "a" * 11, "data:," + "%41" * 20):
             with pytest.raises(PreprocessError, match="more than 10 bytes"):
-                Fetcher(max_bytes=10).fetch(url)
+                get(Fetcher(max_bytes=10), url)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ class TestDataUrls:
 )
 def test_refused_urls(url: str) -> None:
     with pytest.raises(PreprocessError, match=r"not allowed|must not hold") as caught:
-        Fetcher().fetch(url)
+        get(Fetcher(), url)
     assert "secret" not in str(caught.value)
 
 
@@ -159,7 +163,7 @@ def test_refused_urls(url: str) -> None:
 )
 def test_malformed_urls(url: str) -> None:
     with pytest.raises(PreprocessError, match=r"cannot be (read|resolved)|private|not allowed"):
-        Fetcher().fetch(url)
+        get(Fetcher(), url)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_malformed_urls(url: str) -> None:
 )
 def test_private_hosts_are_refused(port: int, host: str) -> None:
     with pytest.raises(PreprocessError, match=r"private address|cannot be resolved"):
-        Fetcher(timeout_seconds=2).fetch(f"http://{host}:{port}/picture")
+        get(Fetcher(timeout_seconds=2), f"http://{host}:{port}/picture")
 
 
 @pytest.mark.parametrize(
@@ -207,52 +211,52 @@ def test_one_private_address_of_several_is_refused(monkeypatch: pytest.MonkeyPat
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
     with pytest.raises(PreprocessError, match=r"'example\.org' has a private address"):
-        Fetcher().fetch("http://example.org/a.png")
+        get(Fetcher(), "http://example.org/a.png")
 
 
 def test_allowed_host(port: int, fetcher: Fetcher) -> None:
-    assert fetcher.fetch(f"http://127.0.0.1:{port}/picture") == PICTURE
-    assert fetcher.fetch(f"HTTP://127.0.0.1:{port}/unmeasured") == PICTURE
+    assert get(fetcher, f"http://127.0.0.1:{port}/picture") == PICTURE
+    assert get(fetcher, f"HTTP://127.0.0.1:{port}/unmeasured") == PICTURE
     by_port = Fetcher(frozenset({f"localhost:{port}"}))
-    assert by_port.fetch(f"http://LOCALHOST:{port}/picture") == PICTURE
+    assert get(by_port, f"http://LOCALHOST:{port}/picture") == PICTURE
     with pytest.raises(PreprocessError, match="private address"):
-        Fetcher(frozenset({"localhost:1"})).fetch(f"http://localhost:{port}/picture")
+        get(Fetcher(frozenset({"localhost:1"})), f"http://localhost:{port}/picture")
 
 
 def test_path_and_query_are_quoted(port: int, fetcher: Fetcher) -> None:
     url = f"http://127.0.0.1:{port}/echo?a=1&b=é c%20d#fragment"
-    assert fetcher.fetch(url) == b"/echo?a=1&b=%C3%A9%20c%20d"
+    assert get(fetcher, url) == b"/echo?a=1&b=%C3%A9%20c%20d"
 
 
 def test_redirects(port: int, fetcher: Fetcher) -> None:
-    assert fetcher.fetch(f"http://127.0.0.1:{port}/moved") == PICTURE
+    assert get(fetcher, f"http://127.0.0.1:{port}/moved") == PICTURE
     for path, message in (
         ("circle", "redirects more than 3 times"),
         ("to_file", "not allowed"),
         ("to_loopback", "'localhost' has a private address"),
     ):
         with pytest.raises(PreprocessError, match=message):
-            fetcher.fetch(f"http://127.0.0.1:{port}/{path}")
+            get(fetcher, f"http://127.0.0.1:{port}/{path}")
 
 
 def test_failures(port: int, fetcher: Fetcher) -> None:
     with pytest.raises(PreprocessError, match="answered 404"):
-        fetcher.fetch(f"http://127.0.0.1:{port}/missing")
+        get(fetcher, f"http://127.0.0.1:{port}/missing")
     with pytest.raises(PreprocessError, match="ended after 2048 of 2049 bytes"):
-        fetcher.fetch(f"http://127.0.0.1:{port}/short")
+        get(fetcher, f"http://127.0.0.1:{port}/short")
     with pytest.raises(PreprocessError, match="cannot be read"):
-        fetcher.fetch(f"https://127.0.0.1:{port}/picture")
+        get(fetcher, f"https://127.0.0.1:{port}/picture")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(PreprocessError, match="refused"):
-            fetcher.fetch(f"http://127.0.0.1:{unused.getsockname()[1]}/picture")
+            get(fetcher, f"http://127.0.0.1:{unused.getsockname()[1]}/picture")
 
 
 @pytest.mark.parametrize("path", ["picture", "unmeasured"])
 def test_too_large(port: int, path: str) -> None:
     fetcher = Fetcher(frozenset({"127.0.0.1"}), max_bytes=2047)
     with pytest.raises(PreprocessError, match="more than 2047 bytes"):
-        fetcher.fetch(f"http://127.0.0.1:{port}/{path}")
+        get(fetcher, f"http://127.0.0.1:{port}/{path}")
 
 
 @pytest.mark.parametrize("path", ["drip", "headers"])
@@ -260,7 +264,7 @@ def test_slow_server_meets_the_deadline(port: int, path: str) -> None:
     fetcher = Fetcher(frozenset({"127.0.0.1"}), timeout_seconds=0.4)
     start = time.monotonic()
     with pytest.raises(PreprocessError, match=r"no answer in 0\.4 s"):
-        fetcher.fetch(f"http://127.0.0.1:{port}/{path}")
+        get(fetcher, f"http://127.0.0.1:{port}/{path}")
     assert time.monotonic() - start < 2
 
 
@@ -271,4 +275,4 @@ def test_silent_server_meets_the_deadline() -> None:
         listener.listen()
         for scheme in ("http", "https"):
             with pytest.raises(PreprocessError, match=r"no answer in 0\.3 s"):
-                fetcher.fetch(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}/")
+                get(fetcher, f"{scheme}://127.0.0.1:{listener.getsockname()[1]}/")

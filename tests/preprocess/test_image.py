@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from m3trt.preprocess.errors import PreprocessError
 from m3trt.preprocess.image import (
+    ImageBatch,
     ImageProcessor,
     decode_image,
     image_from_pixels,
-    resize_image,
     smart_resize,
 )
 from m3trt.preprocess.image_settings import ImageSettings
@@ -26,6 +26,10 @@ SETTINGS = ImageSettings(patch_size=14, merge_size=2, temporal_patch_size=2)
 PROCESSOR = ImageProcessor(SETTINGS, "float32")
 
 pytestmark = pytest.mark.smoke
+
+
+def process(*images: Image.Image) -> ImageBatch:
+    return PROCESSOR.patchify([PROCESSOR.resize(image) for image in images])
 
 
 def noise(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -61,7 +65,7 @@ def noise(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Im
 )
 def test_known_sizes(height: int, width: int, expected: tuple[int, int], tokens: int) -> None:
     assert smart_resize(height, width, SETTINGS) == expected
-    batch = PROCESSOR.process([Image.new("RGB", (width, height))])
+    batch = process(Image.new("RGB", (width, height)))
     assert batch.num_tokens == (tokens,)
     assert batch.patches.shape == (4 * tokens, 1176)
 
@@ -88,7 +92,7 @@ def test_sizes_equal_reference(reference: SimpleNamespace) -> None:
 def test_aspect_limit_is_inclusive() -> None:
     assert smart_resize(1, 200, SETTINGS)
     with pytest.raises(PreprocessError, match=r"201x1: one side is 201\.0 times the other"):
-        PROCESSOR.process([Image.new("RGB", (201, 1))])
+        process(Image.new("RGB", (201, 1)))
 
 
 PICTURES = [
@@ -117,10 +121,10 @@ def test_patches_equal_reference(
     ours = decode_image(content)
     original = Image.open(io.BytesIO(content))
     whole = reference.image_processor(original, return_tensors="np")
-    batch = PROCESSOR.process([ours])
+    batch = process(ours)
     np.testing.assert_array_equal(batch.grids, whole["image_grid_thw"])
 
-    resized = resize_image(ours, SETTINGS)
+    resized = PROCESSOR.resize(ours)
     expected = reference.image_processor(resized, do_resize=False, return_tensors="np")
     np.testing.assert_allclose(batch.patches, expected["pixel_values"], rtol=0, atol=1e-6)
 
@@ -134,7 +138,7 @@ def test_patches_equal_reference(
 def test_exact_without_resize(reference: SimpleNamespace) -> None:
     image = noise(56, 84, seed=5)
     expected = reference.image_processor(image, return_tensors="np")
-    batch = PROCESSOR.process([image])
+    batch = process(image)
     np.testing.assert_allclose(batch.patches, expected["pixel_values"], rtol=0, atol=1e-6)
 
 
@@ -144,7 +148,7 @@ def test_bfloat16_rounds_once(reference: SimpleNamespace) -> None:
 
     image = noise(56, 84, seed=6)
     expected = reference.image_processor(image, return_tensors="pt")["pixel_values"]
-    patches = ImageProcessor(SETTINGS, "bfloat16").process([image]).patches
+    patches = ImageProcessor(SETTINGS, "bfloat16").patchify([image]).patches
     np.testing.assert_array_equal(
         patches.astype(np.float32), expected.to(torch.bfloat16).float().numpy()
     )
@@ -167,13 +171,13 @@ def test_exif_rotation(reference: SimpleNamespace, encode: Any, orientation: int
 
 def test_several_pictures() -> None:
     images = [noise(56, 84), noise(112, 56)]
-    batch = PROCESSOR.process(images)
+    batch = process(*images)
     assert batch.grids == ((1, 4, 6), (1, 8, 4))
     assert batch.num_tokens == (6, 8)
     assert batch.cu_seqlens.dtype == np.int32
     np.testing.assert_array_equal(batch.cu_seqlens, [0, 24, 56])
     for image, start, stop in ((images[0], 0, 24), (images[1], 24, 56)):
-        single = PROCESSOR.process([image])
+        single = process(image)
         np.testing.assert_array_equal(batch.patches[start:stop], single.patches)
         np.testing.assert_array_equal(batch.positions[start:stop], single.positions)
 
@@ -181,7 +185,7 @@ def test_several_pictures() -> None:
 def test_rows_are_where_positions_say() -> None:
     """Each row holds the pixels of its patch, channel by channel, the frame twice."""
     image = noise(56, 84)
-    batch = PROCESSOR.process([image])
+    batch = process(image)
     assert batch.positions.dtype == np.int32
     pixels = np.asarray(image).astype(np.float64) / 255
     normalised = (pixels - SETTINGS.mean) / np.array(SETTINGS.std)

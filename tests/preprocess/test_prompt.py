@@ -158,6 +158,7 @@ def test_bad_picture_is_named(preprocessor: Preprocessor, encode: Any) -> None:
         (b"no picture", "image 2: not a picture"),
         ("file:///etc/passwd", "image 2: image URL 'file:///etc/passwd' is not allowed"),
         (np.zeros((2, 2), np.uint8), "image 2: raw pixels"),
+        (np.zeros((2, 500, 3), np.uint8), "image 2: the picture is 500x2: one side is"),
     ):
         with pytest.raises(PreprocessError, match=message):
             preprocessor.process("a", [encode(SMALL), source])
@@ -174,7 +175,9 @@ def test_engine_directory(checkpoint_dir: Path, release_dir: Path, encode: Any) 
     images = preprocessor.process("a", [encode(SMALL)]).images
     assert images is not None
     assert images.patches.dtype == ml_dtypes.bfloat16
-    with pytest.raises(PreprocessError, match=r"take 12 tokens, .* at most 6 \(max_multimodal_len"):
+    with pytest.raises(
+        PreprocessError, match=r"first 2 images take 12 tokens, .* at most 6 \(max_multimodal_len"
+    ):
         preprocessor.process("a", [encode(SMALL)] * 2)
 
 
