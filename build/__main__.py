@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build; returns 0, or 1 after an error that it has printed."""
+    """Build; returns 0, 1 after an error that it has printed, or 130 after Ctrl-C."""
     cli = parser()
     options = cli.parse_args(argv)
     if options.workers < 1:
@@ -94,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.debug("failed", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _build(options: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def write_engine_dir(
 
     Raises:
         ConfigError: the checkpoint or the limits are unusable.
-        EngineDirError: the output exists, or a weight file of a complete checkpoint is missing.
+        EngineDirError: the output exists, or weight files are missing or do not fit the graphs.
         BuildError, LibraryError: see `builder` and `library`.
     """
     config = M3Config.load(checkpoint_dir)
@@ -105,7 +105,7 @@ def write_engine_dir(
     )
     reports: dict[str, BuildReport] = {}
     with new_directory(output_dir) as folder:
-        _link_weights(checkpoint_dir, folder, config)
+        linked = _link_weights(checkpoint_dir, folder, config)
         for name in COPIED_FILES:
             if (checkpoint_dir / name).is_file():
                 shutil.copyfile(checkpoint_dir / name, folder / name)
@@ -132,7 +132,9 @@ def write_engine_dir(
                 _share(folder / f"{program.names[0]}.engine", program.names)
         content = engine_json(config, build, environment)
         (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-        EngineDir.load(folder)
+        engine = EngineDir.load(folder)
+        if linked:
+            engine.check_weights()
     return reports
 
 
@@ -157,8 +159,8 @@ def _share(first: Path, names: tuple[str, ...]) -> None:
             shutil.copyfile(first, other)
 
 
-def _link_weights(checkpoint_dir: Path, folder: Path, config: M3Config) -> None:
-    """Link the weights relative to the folder; a checkpoint of only a config gets no links.
+def _link_weights(checkpoint_dir: Path, folder: Path, config: M3Config) -> bool:
+    """Link the weights relative to the folder; False for a checkpoint that is only a config.
 
     Raises:
         EngineDirError: some weight files exist and others do not.
@@ -167,12 +169,13 @@ def _link_weights(checkpoint_dir: Path, folder: Path, config: M3Config) -> None:
     missing = [name for name in files if not (checkpoint_dir / name).is_file()]
     if len(missing) == len(files):
         logger.warning("%s holds no weights: the engine is built without", checkpoint_dir)
-        return
+        return False
     if missing:
         raise EngineDirError(f"{checkpoint_dir} has a config for {files} but lacks {missing}")
     source = os.path.relpath(checkpoint_dir.resolve(), folder.resolve())
     for name in files:
         (folder / name).symlink_to(Path(source) / name)
+    return True
 
 
 def _timing_cache(compiler: Compiler, name: str) -> Path | None:

@@ -17,6 +17,14 @@ MAX_QUERY_LEN = 8
 DEFAULT_MULTIMODAL_LEN = 4096
 """Seven of the largest images (576 tokens each) in one step."""
 
+_LEAST = {
+    "max_batch_size": 1,
+    "max_num_tokens": 1,
+    "max_seq_len": 1,
+    "max_pages": 1,
+    "max_multimodal_len": 0,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class BuildConfig:
@@ -39,11 +47,10 @@ class BuildConfig:
     index_cache_dtype: CacheDtype = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_pages"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.max_multimodal_len < 0:
-            raise ConfigError(f"max_multimodal_len is {self.max_multimodal_len}, expected >= 0")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}, expected a number of at least {least}")
         if self.max_num_tokens < self.max_batch_size:
             raise ConfigError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size"

@@ -55,14 +55,13 @@ class EngineDir:
         file = path / "config.json"
         try:
             data = json.loads(file.read_text())
-            check_keys(
-                "engine", data, {"version", "pretrained_config", "build_config", "environment"}
-            )
-            if data["version"] != ENGINE_VERSION:
+            version = data.get("version") if isinstance(data, dict) else None
+            if version not in (None, ENGINE_VERSION):
                 raise ConfigError(
-                    f"engine version {data['version']}, this code reads {ENGINE_VERSION}:"
+                    f"engine version {version}, this code reads {ENGINE_VERSION}:"
                     " build the engine again"
                 )
+            check_keys("engine", data, CONFIG_KEYS)
             engine = cls(
                 path,
                 M3Config.from_json(data["pretrained_config"]),

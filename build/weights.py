@@ -27,6 +27,7 @@ def check_weights(weights: Path, graph: Path) -> None:
             kind = value.type.tensor_type
             shape = [dim.dim_value for dim in kind.shape.dim]
             expected[value.name] = f"{spelling[kind.elem_type]} {shape}"
+    weights = weights.resolve()
     header = _read_header(weights)
     found = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in header.items()}
     differences = [f"{name} is missing" for name in expected if name not in found]

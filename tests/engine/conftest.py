@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from m3trt.build.assemble import Compiler, write_engine_dir
+from m3trt.build.configuration import BuildConfig
+from m3trt.build.library import PLUGIN_LIBRARY
 from m3trt.convert.configuration import M3Config, MoeConfig, SparseAttentionConfig, VisionConfig
+from m3trt.convert.layout import TensorSpec, rank_tensors, vision_tensors
 
 TINY = M3Config(
     architecture="MiniMaxM3SparseForConditionalGeneration",
@@ -49,3 +56,63 @@ TINY = M3Config(
 def tiny() -> Callable[..., M3Config]:
     """Makes a tiny config with the released attention geometry and the given fields changed."""
     return lambda **changes: replace(TINY, **changes)
+
+
+def write_weights(path: Path, tensors: dict[str, TensorSpec]) -> None:
+    """A safetensors file of zeros."""
+    header, offset = {}, 0
+    for name, spec in tensors.items():
+        end = offset + spec.num_bytes
+        header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(offset))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a checkpoint directory of zeros for a tiny config with the given fields changed."""
+
+    def write(weights: bool = True, **changes: Any) -> Path:
+        config, folder = replace(TINY, **changes), tmp_path / "checkpoint"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config.to_json()))
+        (folder / "tokenizer.json").write_text("{}")
+        for rank in range(config.tp_size if weights else 0):
+            write_weights(folder / f"rank{rank}.safetensors", rank_tensors(config))
+        if weights and config.vision is not None:
+            write_weights(folder / "vision.safetensors", vision_tensors(config))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def engine(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Builds an engine directory for the reference executor from a tiny checkpoint."""
+
+    def build(weights: bool = True, **changes: Any) -> Path:
+        source, output = checkpoint(weights, **changes), tmp_path / "engine"
+        limits = BuildConfig.for_model(replace(TINY, **changes))
+        write_engine_dir(source, output, limits, Compiler("reference", PLUGIN_LIBRARY))
+        return output
+
+    return build
+
+
+@pytest.fixture
+def edit() -> Callable[..., None]:
+    """Changes an engine's config.json: edit(engine_dir, function of the parsed object)."""
+
+    def apply(engine_dir: Path, change: Callable[[dict[str, Any]], None]) -> None:
+        file = engine_dir / "config.json"
+        data = json.loads(file.read_text())
+        change(data)
+        file.write_text(json.dumps(data))
+
+    return apply
+
+
+@pytest.fixture(name="write_weights")
+def write_weights_fixture() -> Callable[[Path, dict[str, TensorSpec]], None]:
+    return write_weights

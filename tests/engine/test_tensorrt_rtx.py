@@ -1,0 +1,83 @@
+"""Real engines, compiled ahead of time by TensorRT-RTX with the real plugin library."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import onnx
+import pytest
+from m3trt.build.__main__ import main
+from m3trt.build.engine_dir import EngineDir
+from m3trt.convert.hf_config import parse_config
+
+pytestmark = pytest.mark.full
+
+REAL = Path(__file__).parents[1] / "data" / "minimax_m3_config.json"
+
+
+def build(checkpoint, output, *options):
+    arguments = ["--checkpoint_dir", str(checkpoint), "--output_dir", str(output)]
+    return main([*arguments, "--runtime", "tensorrt_rtx", *options])
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        pytest.param({}, ["--workers", "2"], id="bf16-two-workers"),
+        pytest.param({"dtype": "float32"}, [], id="float32"),
+        pytest.param({"tp_size": 8}, [], id="tp8"),
+        pytest.param(
+            {}, ["--kv_cache_dtype", "fp8", "--index_cache_dtype", "fp8"], id="fp8-caches"
+        ),
+        pytest.param({}, ["--compute_capabilities", "80", "--max_num_tokens", "64"], id="sm80"),
+    ],
+)
+def test_engine_directory(checkpoint, tmp_path, caplog, changes, options):
+    caplog.set_level(logging.INFO)
+    output = tmp_path / "engine"
+    assert build(checkpoint(**changes), output, *options) == 0
+    engine = EngineDir.load(output)
+    engine.check_environment("tensorrt_rtx")
+    engine.check_weights()
+    assert engine.environment.library_version.startswith("1.7.1")
+    for program in (engine.engine(0), engine.vision_engine):
+        assert program.stat().st_size > 10_000
+        assert re.search(rf"{program.name}: .* s, peak memory .* GB, .* MB", caplog.text)
+    assert all(engine.engine(r).samefile(engine.engine(0)) for r in range(engine.config.tp_size))
+
+
+def test_refused_graph_names_node_and_attribute(checkpoint, tmp_path, capfd):
+    """Head size 16 is what the smallest test checkpoints have; there are kernels for 128."""
+    source = checkpoint(weights=False, head_size=16, rotary_dim=8, vision=None)
+    assert build(source, tmp_path / "engine") == 1
+    err = capfd.readouterr().err
+    assert "layers.0.attention.cache_update" in err
+    assert "attribute 'head_size' is 16" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_missing_plugin_is_named(checkpoint, tmp_path, monkeypatch, capfd):
+    source = checkpoint(weights=False, vision=None)
+    assert build(source, tmp_path / "engine", "--workers", "1") == 0
+    model = onnx.load(tmp_path / "engine" / "rank0.onnx")
+    node = next(node for node in model.graph.node if node.op_type == "M3Gemm")
+    node.op_type = "M3Unknown"
+    from m3trt.build import assemble
+
+    monkeypatch.setattr(assemble, "build_text_network", lambda *_: model)
+    assert build(source, tmp_path / "other") == 1
+    assert "has no plugin M3Unknown of version 1, which rank0.onnx" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 8])
+def test_released_model_builds_from_its_config_alone(tmp_path, capfd, tp_size):
+    config = parse_config(json.loads(REAL.read_text()), {}, tp_size=tp_size)
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config.to_json()))
+    assert build(source, tmp_path / "engine") == 0
+    assert EngineDir.load(tmp_path / "engine").config == config

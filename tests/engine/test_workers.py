@@ -1,0 +1,105 @@
+"""Builds in processes of their own, and what remains after one is interrupted."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from m3trt.build.builder import BuildError, BuildReport
+from m3trt.build.engine_dir import EngineDirError, new_directory
+from m3trt.build.workers import build_all
+
+pytestmark = pytest.mark.smoke
+
+RUN = operator.methodcaller("run")
+REPORT = functools.partial(BuildReport, 1.0, 2, 3)
+
+
+def task(name, run):
+    """Stands for a build: the worker's process calls `run`."""
+    return SimpleNamespace(name=name, run=run)
+
+
+def test_every_build_is_reported():
+    done = {}
+    tasks = [task("rank0", REPORT), task("vision", REPORT)]
+    build_all(tasks, 1, lambda task, report: done.update({task.name: report}), RUN)
+    assert done == {"rank0": BuildReport(1.0, 2, 3), "vision": BuildReport(1.0, 2, 3)}
+
+
+def test_a_dead_process_is_an_error_that_names_the_engine():
+    tasks = [task("rank0", functools.partial(os._exit, 3))]
+    with pytest.raises(BuildError, match="building rank0 ended with exit code 3"):
+        build_all(tasks, 1, lambda *_: None, RUN)
+
+
+def test_a_failure_ends_the_other_builds():
+    tasks = [task("rank0", functools.partial(time.sleep, 60)), task("vision", "not callable")]
+    start = time.monotonic()
+    with pytest.raises(BuildError, match="not callable"):
+        build_all(tasks, 2, lambda *_: None, RUN)
+    assert time.monotonic() - start < 30
+
+
+def test_directory_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "new" / "engine"
+
+    def fail_half_way():
+        with new_directory(target) as folder:
+            (folder / "file").write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_half_way()
+    assert list((tmp_path / "new").iterdir()) == []
+    with new_directory(target) as folder:
+        (folder / "file").write_text("whole")
+        assert not target.exists()
+    assert [path.name for path in target.iterdir()] == ["file"]
+    with pytest.raises(EngineDirError, match="exists: choose another output directory"):
+        new_directory(target).__enter__()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_killed_build_leaves_no_engine_directory(checkpoint, tmp_path, number):
+    # The build hangs where TensorRT would work, with everything else already written.
+    script = """if True:
+        import functools, operator, sys, time
+        from types import SimpleNamespace
+        from m3trt.build import __main__, assemble, workers
+
+        def hang(tasks, count, on_done):
+            sleep = SimpleNamespace(name="rank0", run=functools.partial(time.sleep, 60))
+            print("building", flush=True)
+            workers.build_all([sleep], 1, on_done, operator.methodcaller("run"))
+
+        assemble.build_all = hang
+        assemble.Environment.current = classmethod(lambda cls, *_: None)
+        sys.exit(__main__.main(sys.argv[1:]))
+    """
+    output = tmp_path / "engine"
+    options = [
+        "--checkpoint_dir",
+        checkpoint(),
+        "--output_dir",
+        output,
+        "--runtime",
+        "tensorrt_rtx",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *options], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "building\n"
+        process.send_signal(number)
+        assert process.wait(30) != 0
+    assert not output.exists()
+    if number != signal.SIGKILL:
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
