@@ -197,21 +197,32 @@ def test_a_stale_cancel_spares_the_next_request_of_that_id(kit: Any) -> None:
 @pytest.mark.parametrize("when", ["prompt", "decode"])
 def test_failed_step_fails_its_requests_only(kit: Any, when: str) -> None:
     rig = kit.rig(max_batch_size=2, max_num_tokens=8)
+
+    def fail_next_step(output: Output) -> None:
+        if not rig.engine.stats().finished.get("error"):
+            rig.executor.fail_next = [RuntimeError("device lost")]
+
+    def on_output(output: Output) -> None:
+        failing[1](output)
+        if when == "decode":
+            fail_next_step(output)
+
     rig.executor.gate.clear()
-    failing = [rig.submit(kit.request(str(i), max_tokens=20)) for i in range(2)]
+    rig.engine.submit(
+        kit.request("before", max_tokens=1),
+        fail_next_step if when == "prompt" else kit.Receiver(),
+    )
+    assert rig.executor.entered.wait(10)
+    failing = [kit.Receiver(), kit.Receiver()]
+    rig.engine.submit(kit.request("0", max_tokens=20), failing[0])
+    rig.engine.submit(kit.request("1", max_tokens=20), on_output)
     later = rig.submit(kit.request("later"))
-    if when == "prompt":
-        rig.executor.fail_next = [RuntimeError("device lost")]
-        rig.executor.gate.set()
-    else:
-        rig.executor.gate.set()
-        assert failing[1].first.wait(10)
-        rig.executor.fail_next = [RuntimeError("device lost")]
+    rig.executor.gate.set()
     for receiver in failing:
         final = receiver.wait()
         assert final.finish_reason == "error"
         assert final.error == "the step failed: device lost"
-        assert receiver.ids == greedy_ids(kit, 20)[: len(receiver.ids)]
+        assert len(receiver.ids) <= (1 if when == "decode" else 0)
     assert later.wait().finish_reason == "length"
     assert later.ids == greedy_ids(kit, 8)
     assert rig.engine.stats().alive
@@ -297,7 +308,7 @@ def test_scheduler_failure_ends_everything_with_an_error(kit: Any, monkeypatch: 
 @pytest.mark.parametrize("drain", [False, True])
 def test_close_under_load(kit: Any, drain: bool) -> None:
     rig = kit.rig()
-    receivers = [rig.submit(kit.request(str(i), max_tokens=50)) for i in range(30)]
+    receivers = [rig.submit(kit.request(str(i), max_tokens=50)) for i in range(100)]
     assert receivers[0].first.wait(10)
     assert rig.engine.close(drain=drain)
     reasons = {receiver.wait(0).finish_reason for receiver in receivers}
