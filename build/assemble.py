@@ -16,7 +16,6 @@ from m3trt.build.engine_dir import (
     EngineDir,
     EngineDirError,
     engine_json,
-    new_directory,
     program_names,
 )
 from m3trt.build.environment import Environment
@@ -31,20 +30,10 @@ from m3trt.build.profiles import (
 from m3trt.build.targets import choose_targets
 from m3trt.build.vision_network import build_vision_network
 from m3trt.build.workers import build_all
+from m3trt.convert.checkpoint import COPIED_FILES, new_directory
 from m3trt.convert.configuration import M3Config
 
 logger = logging.getLogger(__name__)
-
-COPIED_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
-"""What serving needs besides engines and weights; copied where the checkpoint has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +83,8 @@ def write_engine_dir(
 
     Raises:
         ConfigError: the checkpoint or the limits are unusable.
-        EngineDirError: the output exists, or weight files are missing or do not fit the graphs.
+        ConvertError: the output exists.
+        EngineDirError: weight files are missing or do not fit the graphs.
         BuildError, LibraryError: see `builder` and `library`.
     """
     config = M3Config.load(checkpoint_dir)

@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,23 +158,3 @@ def engine_json(config: M3Config, build: BuildConfig, environment: Environment) 
         "build_config": build.to_json(),
         "environment": dataclasses.asdict(environment),
     }
-
-
-@contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory beside `path` that takes its name when the block succeeds.
-
-    Raises:
-        EngineDirError: `path` exists; nothing is ever overwritten.
-    """
-    if path.exists() or path.is_symlink():
-        raise EngineDirError(f"{path} exists: choose another output directory or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise

@@ -66,7 +66,7 @@ def test_existing_output_is_left_alone(checkpoint, tmp_path, capsys):
     output.mkdir()
     (output / "precious").write_text("1")
     assert run(checkpoint(), output, "--runtime", "reference") == 1
-    assert f"{output} exists" in capsys.readouterr().err
+    assert f"{output} already exists" in capsys.readouterr().err
     assert (output / "precious").read_text() == "1"
 
 

@@ -127,10 +127,10 @@ def test_weights_of_another_model_list_the_first_differences(engine, tiny, write
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda data: data[:-1], "truncated or corrupt"),
+        (lambda data: data[:-1], "truncated"),
         (lambda data: data[:100], "truncated"),
         (lambda data: b"", "truncated"),
-        (lambda data: data[:8] + b"[" + data[9:], "header is not JSON"),
+        (lambda data: data[:8] + b"[" + data[9:], "header"),
     ],
 )
 def test_damaged_weights_are_named(engine, tmp_path, content, message):

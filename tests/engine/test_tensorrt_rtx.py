@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from pathlib import Path
 
 import onnx
 import pytest
 from m3trt.build.__main__ import main
 from m3trt.build.engine_dir import EngineDir
-from m3trt.convert.hf_config import parse_config
 
 pytestmark = pytest.mark.full
-
-REAL = Path(__file__).parents[1] / "data" / "minimax_m3_config.json"
 
 
 def build(checkpoint, output, *options):
@@ -70,14 +65,3 @@ def test_missing_plugin_is_named(checkpoint, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(assemble, "build_text_network", lambda *_: model)
     assert build(source, tmp_path / "other") == 1
     assert "has no plugin M3Unknown of version 1, which rank0.onnx" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 8])
-def test_released_model_builds_from_its_config_alone(tmp_path, capfd, tp_size):
-    config = parse_config(json.loads(REAL.read_text()), {}, tp_size=tp_size)
-    source = tmp_path / "checkpoint"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(config.to_json()))
-    assert build(source, tmp_path / "engine") == 0
-    assert EngineDir.load(tmp_path / "engine").config == config

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 from m3trt.build.builder import BuildError, BuildReport
-from m3trt.build.engine_dir import EngineDirError, new_directory
 from m3trt.build.workers import build_all
 
 pytestmark = pytest.mark.smoke
@@ -46,25 +45,6 @@ def test_a_failure_ends_the_other_builds():
     with pytest.raises(BuildError, match="not callable"):
         build_all(tasks, 2, lambda *_: None, RUN)
     assert time.monotonic() - start < 30
-
-
-def test_directory_appears_whole_or_not_at_all(tmp_path):
-    target = tmp_path / "new" / "engine"
-
-    def fail_half_way():
-        with new_directory(target) as folder:
-            (folder / "file").write_text("half")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_half_way()
-    assert list((tmp_path / "new").iterdir()) == []
-    with new_directory(target) as folder:
-        (folder / "file").write_text("whole")
-        assert not target.exists()
-    assert [path.name for path in target.iterdir()] == ["file"]
-    with pytest.raises(EngineDirError, match="exists: choose another output directory"):
-        new_directory(target).__enter__()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
