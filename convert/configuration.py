@@ -216,12 +216,14 @@ class M3Config:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> M3Config:
+    def from_json(cls, data: Any) -> M3Config:
         """Read `to_json`'s form.
 
         Raises:
             ConfigError: the weight layout differs, or a key is missing or unknown.
         """
+        if not isinstance(data, dict):
+            raise ConfigError(f"expected an object with the model configuration, found {data!r:.80}")
         data = dict(data)
         layout = data.pop("weight_layout", None)
         if layout != WEIGHT_LAYOUT:
@@ -231,9 +233,15 @@ class M3Config:
             )
         for derived in ("logits_dtype", "position_embedding_type", "quantization"):
             data.pop(derived, None)
-        data["tp_size"] = data.pop("mapping", {}).get("tp_size")
+        mapping = data.pop("mapping", None)
+        if not isinstance(mapping, dict) or not isinstance(mapping.get("tp_size"), int):
+            raise ConfigError(f"mapping is {mapping!r}, expected an object with an integer tp_size")
+        data["tp_size"] = mapping["tp_size"]
         for key in ("sparse_layers", "moe_layers"):
-            data[key] = tuple(bool(x) for x in data.get(key, ()))
+            flags = data.get(key)
+            if not isinstance(flags, list):
+                raise ConfigError(f"{key} is {flags!r}, expected a list with one entry per layer")
+            data[key] = tuple(bool(x) for x in flags)
         data["sparse_attention"] = _strict(SparseAttentionConfig, data.get("sparse_attention"))
         data["moe"] = _strict(MoeConfig, data.get("moe"))
         if data.get("vision") is not None:
