@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ from m3trt.build.engine_dir import EngineDir
 from m3trt.convert.configuration import ConfigError
 from m3trt.serve.check import check_repository
 from m3trt.serve.pbtxt import Enum, write
-from m3trt.serve.table import Model, RepositoryError, Scalar, Table, Tensor, load_table
+from m3trt.serve.table import (
+    Model,
+    RepositoryError,
+    Scalar,
+    Table,
+    Tensor,
+    load_table,
+    parse_settings,
+)
 
 ENSEMBLE = "ensemble"
 SOURCES = Path(__file__).resolve().parents[1]
@@ -25,7 +33,7 @@ SOURCES = Path(__file__).resolve().parents[1]
 
 def write_repository(
     engine_dir: Path, output_dir: Path, settings: Mapping[str, str] | None = None
-) -> list[str]:
+) -> Table:
     """Write a repository that serves `engine_dir` and check what was written.
 
     Args:
@@ -33,7 +41,7 @@ def write_repository(
         settings: overrides of `repository.json`'s settings.
 
     Returns:
-        The names of its models.
+        What was written.
 
     Raises:
         RepositoryError: a key is missing, unknown or left over, or `output_dir` is in use.
@@ -56,7 +64,12 @@ def write_repository(
         shutil.copy(SOURCES / model.name / "1" / "model.py", output_dir / model.name / "1")
     _write_model(output_dir / ENSEMBLE, ensemble_config(table))
     check_repository(output_dir)
-    return [*(model.name for model in table.models), ENSEMBLE]
+    return table
+
+
+def process_names(table: Table) -> list[str]:
+    """Names of the models that have processes, once per process."""
+    return [model.name for model in table.models for _ in range(model.instance_count)]
 
 
 def model_config(model: Model, table: Table) -> dict[str, Any]:
@@ -157,21 +170,6 @@ def _write_model(directory: Path, config: Mapping[str, Any]) -> None:
     (directory / "config.pbtxt").write_text(text, encoding="utf-8")
 
 
-def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
-    """Read "name=value" pairs.
-
-    Raises:
-        RepositoryError: a pair has no "=".
-    """
-    settings = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise RepositoryError(f"--set {pair!r}, expected name=value")
-        settings[name] = value
-    return settings
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m m3trt.serve.repository", description="Write a Triton model repository."
@@ -188,11 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         settings = parse_settings(arguments.set)
-        models = write_repository(arguments.engine_dir, arguments.output_dir, settings)
+        table = write_repository(arguments.engine_dir, arguments.output_dir, settings)
     except (ConfigError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{arguments.output_dir}: {', '.join(models)}")
+    names = [*(model.name for model in table.models), ENSEMBLE]
+    print(f"{arguments.output_dir}: {', '.join(names)}")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,21 @@ def load_table(
     if unused:
         raise RepositoryError(f"settings {unused} are used by no model: remove them")
     return Table(tuple(tensors), tuple(models), values)
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
+    """Read "name=value" pairs.
+
+    Raises:
+        RepositoryError: a pair has no "=".
+    """
+    settings = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise RepositoryError(f"--set {pair!r}, expected name=value")
+        settings[name] = value
+    return settings
 
 
 def _override(defaults: Mapping[str, Scalar], given: Mapping[str, str]) -> dict[str, Scalar]:

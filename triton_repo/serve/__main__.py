@@ -1,0 +1,211 @@
+"""Serves an engine directory with Triton and supervises the server.
+
+python -m m3trt.serve --engine_dir ENGINE [--http_port 8000 --grpc_port 8001 --metrics_port 8002]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from m3trt.serve.server import ServerOptions
+    from m3trt.serve.supervisor import Supervisor
+
+EXIT_FAILED = 1
+EXIT_GAVE_UP = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: stopped as asked; 1: could not start; 3: gave up restarting; else `--run`'s own code."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    from m3trt.serve.binary import ServeError
+
+    try:
+        return _serve(arguments)
+    except (ServeError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from m3trt.serve.binary import ServeError
+    from m3trt.serve.processes import adopt_orphans
+    from m3trt.serve.supervisor import Interrupted, Supervisor
+
+    options = _options(arguments)
+    state_dir = options.run_dir / "inflight"
+    state_dir.mkdir()
+    processes = _write_models(arguments, options.repository, state_dir)
+    adopt_orphans()
+    stop = _stop_on_signals()
+    supervisor = Supervisor(options, processes, state_dir, stop, arguments.probe_period)
+    try:
+        supervisor.start()
+        addresses = _announce(options, supervisor.server.pid)
+        try:
+            return _watch(supervisor, stop, arguments.run, addresses)
+        except ServeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_GAVE_UP
+    except Interrupted:
+        return 0
+    finally:
+        supervisor.close()
+
+
+def _options(arguments: argparse.Namespace) -> ServerOptions:
+    from m3trt.serve.binary import find_tritonserver
+    from m3trt.serve.ports import choose_ports
+    from m3trt.serve.server import ServerOptions
+
+    free = arguments.http_port == 0
+    ports = choose_ports(
+        arguments.http_address,
+        arguments.http_port,
+        (0 if free else 8001) if arguments.grpc_port is None else arguments.grpc_port,
+        (0 if free else 8002) if arguments.metrics_port is None else arguments.metrics_port,
+    )
+    return ServerOptions(
+        find_tritonserver(arguments.tritonserver),
+        _new_run_dir(arguments.run_dir),
+        arguments.http_address,
+        ports,
+        arguments.ready_timeout,
+        tuple(arguments.server_flag),
+    )
+
+
+def _new_run_dir(given: Path | None) -> Path:
+    if given is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        given = Path("out", "serve", f"{stamp}-{os.getpid()}")
+    given.mkdir(parents=True, exist_ok=True)
+    if any(given.iterdir()):
+        raise ValueError(f"--run_dir {given} is not empty: remove it or name another")
+    return given.resolve()
+
+
+def _write_models(arguments: argparse.Namespace, repository: Path, state_dir: Path) -> list[str]:
+    """Write the repository; returns its models' names, once per process that they have."""
+    from m3trt.serve.repository import process_names, write_repository
+    from m3trt.serve.table import parse_settings
+
+    settings = {
+        "executor": arguments.executor,
+        "state_dir": str(state_dir),
+        **parse_settings(arguments.set),
+    }
+    return process_names(write_repository(arguments.engine_dir, repository, settings))
+
+
+def _stop_on_signals() -> threading.Event:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _announce(options: ServerOptions, pid: int) -> dict[str, str]:
+    """Say where the server is, on stdout and in `server.json`; returns addresses by variable."""
+    host = options.api.host
+    host = f"[{host}]" if ":" in host else host
+    ports = options.ports
+    print(
+        f"ready: HTTP http://{host}:{ports.http}, gRPC {host}:{ports.grpc},"
+        f" metrics http://{host}:{ports.metrics}/metrics\n"
+        f"model repository, log and server.json: {options.run_dir}",
+        flush=True,
+    )
+    state = {
+        "pid": str(pid),
+        "supervisor": str(os.getpid()),
+        "http": f"{host}:{ports.http}",
+        "grpc": f"{host}:{ports.grpc}",
+        "metrics": f"{host}:{ports.metrics}",
+        "admin_key": options.admin_key,
+    }
+    file = options.run_dir / "server.json"
+    file.touch(mode=0o600)
+    file.write_text(json.dumps(state, indent=2) + "\n")
+    return {
+        "M3TRT_HTTP": state["http"],
+        "M3TRT_GRPC": state["grpc"],
+        "M3TRT_RUN_DIR": str(options.run_dir),
+    }
+
+
+def _watch(
+    supervisor: Supervisor,
+    stop: threading.Event,
+    command: Sequence[str],
+    addresses: Mapping[str, str],
+) -> int:
+    """Supervise until a signal comes, or until `command` has ended; returns its exit code."""
+    if not command:
+        supervisor.watch()
+        return 0
+    with subprocess.Popen(command, env={**os.environ, **addresses}) as client:
+        try:
+            supervisor.watch(until=lambda: client.poll() is not None)
+        finally:
+            if client.poll() is None:
+                client.terminate()
+    return 0 if stop.is_set() else client.returncode
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m m3trt.serve",
+        description="Serve an engine directory with Triton until Ctrl-C.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--engine_dir", type=Path, required=True, help="directory written by m3trt.build")
+    add("--http_port", type=int, default=8000, help="0 takes free ports for all three services")
+    add("--grpc_port", type=int, help="8001, or a free one with --http_port 0")
+    add("--metrics_port", type=int, help="8002, or a free one with --http_port 0")
+    add("--http_address", default="127.0.0.1", help="address that all three services listen on")
+    add("--executor", default="auto", help="auto, tensorrt, tensorrt_rtx or reference")
+    add("--run_dir", type=Path, help="new folder for repository and logs (out/serve/<time>-<pid>)")
+    add("--tritonserver", type=Path, help="server binary (that of .venv/server, or on PATH)")
+    add("--ready_timeout", type=float, default=900.0, help="seconds until it must answer")
+    add("--probe_period", type=float, default=10.0, help="seconds between health requests")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a setting of triton_repo/serve/repository.json; may be repeated",
+    )
+    add(
+        "--server_flag",
+        action="append",
+        default=[],
+        metavar="=--FLAG=VALUE",
+        help="pass a flag on to tritonserver; may be repeated",
+    )
+    add(
+        "--run",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="run this command with M3TRT_HTTP and M3TRT_GRPC set, then stop and return its code",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""One run of `tritonserver`: start, readiness, stop, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from m3trt.serve.api import ApiError, ServerApi
+from m3trt.serve.binary import ServeError, backend_flags, model_environment
+from m3trt.serve.ports import Ports
+from m3trt.serve.processes import (
+    end_with_parent,
+    kill_group,
+    model_processes,
+    reap,
+    remove_shared_memory,
+)
+
+logger = logging.getLogger(__name__)
+
+ENTRIES = ("ensemble", "tensorrt_llm_bls")
+"""Models that clients call. The ensemble loads its steps, and so those of the BLS model."""
+
+EXIT_TIMEOUT_S = 5
+_RESTRICTED = "model-repository,shared-memory,trace,logging"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What does not change between restarts. `run_dir` holds `repository/` and the log."""
+
+    tritonserver: Path
+    run_dir: Path
+    address: str
+    ports: Ports
+    ready_timeout_s: float
+    extra_flags: tuple[str, ...] = ()
+    admin_key: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @property
+    def repository(self) -> Path:
+        return self.run_dir / "repository"
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir / "tritonserver.log"
+
+    @property
+    def api(self) -> ServerApi:
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        host = local.get(self.address, self.address)
+        return ServerApi(host, self.ports.http, self.ports.metrics, self.admin_key)
+
+
+class TritonServer:
+    """The server process and its model processes, in a session of their own."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self._shm_prefix = f"m3trt_{os.getpid()}_"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process; does not wait for it.
+
+        Raises:
+            ServeError: it cannot be started.
+        """
+        with self.options.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=model_environment(),
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    def exit_code(self) -> int | None:
+        """None while the server process runs."""
+        return -1 if self._process is None else self._process.poll()
+
+    def check_ready(self) -> bool:
+        """Whether both entries answer a real request.
+
+        Raises:
+            ServeError: the process ended.
+        """
+        code = self.exit_code()
+        if code is not None:
+            raise ServeError(
+                f"tritonserver ended with code {code} before it was ready{self.tail()}"
+            )
+        if not self.options.api.ready():
+            return False
+        for model in ENTRIES:
+            try:
+                self.options.api.probe(model, self.options.ready_timeout_s)
+            except ApiError as error:
+                raise ServeError(f"the first request failed: {error}{self.tail()}") from error
+        return True
+
+    def missing_models(self, expected: Sequence[str]) -> list[str]:
+        """Models of `expected` without a living process; name them once per process."""
+        found = model_processes(self.pid, self.options.repository)
+        return sorted({name for name in expected if found[name] < expected.count(name)})
+
+    def reload(self, model: str, timeout_s: float) -> None:
+        """Start a new process for `model` in the running server.
+
+        Raises:
+            ApiError: it did not load.
+        """
+        (self.options.repository / model / "1" / "model.py").touch()
+        self.options.api.load(model, timeout_s)
+
+    def stop(self, graceful: bool = True) -> None:
+        """End the server, its model processes and its shared memory."""
+        if self._process is None:
+            return
+        if graceful and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(EXIT_TIMEOUT_S + 3)
+            except subprocess.TimeoutExpired:
+                logger.warning("the server did not stop in %d s: killing it", EXIT_TIMEOUT_S + 3)
+        kill_group(self.pid)
+        self._process.wait()
+        reap(self.pid)
+        self._process = None
+        if left := remove_shared_memory(self._shm_prefix):
+            logger.info("removed %d shared-memory files that the server left", len(left))
+
+    def kill(self) -> None:
+        """End everything at once, without waiting for requests."""
+        self.stop(graceful=False)
+
+    def tail(self, lines: int = 15) -> str:
+        """The end of the server's log, for an error message."""
+        try:
+            text = self.options.log.read_text(errors="replace").splitlines()[-lines:]
+        except OSError:
+            return ""
+        return "\n".join([f"; the end of {self.options.log}:", *text])
+
+    def _command(self) -> list[str]:
+        options, ports = self.options, self.options.ports
+        command = [
+            str(options.tritonserver),
+            f"--model-repository={options.repository}",
+            *backend_flags(options.tritonserver),
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            "--disable-auto-complete-config",
+            "--model-control-mode=explicit",
+            *(f"--load-model={model}" for model in ENTRIES),
+            f"--http-restricted-api={_RESTRICTED}:admin-key={options.admin_key}",
+            f"--grpc-restricted-protocol={_RESTRICTED}:admin-key={options.admin_key}",
+        ]
+        for service in ("http", "grpc", "metrics"):
+            command.append(f"--{service}-address={options.address}")
+            command.append(f"--{service}-port={getattr(ports, service)}")
+        if not Path("/dev/nvidiactl").exists():
+            command.append("--allow-gpu-metrics=false")
+        return [*command, *options.extra_flags]
