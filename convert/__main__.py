@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted: nothing was written", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
+        logger.debug("where it happened", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import threading
 import time
@@ -14,8 +13,13 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def peak_rss_bytes() -> int:
-    """Highest resident memory of this process so far, mapped pages included."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Highest resident memory of this program so far, mapped pages included.
+
+    ru_maxrss would be the same, but for the peak of the process that started us, which it inherits.
+    """
+    status = Path("/proc/self/status").read_text()
+    peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(peak.split()[1]) * 1024
 
 
 def rss_bytes() -> int:
