@@ -223,7 +223,9 @@ class M3Config:
             ConfigError: the weight layout differs, or a key is missing or unknown.
         """
         if not isinstance(data, dict):
-            raise ConfigError(f"expected an object with the model configuration, found {data!r:.80}")
+            raise ConfigError(
+                f"expected an object with the model configuration, found {data!r:.80}"
+            )
         data = dict(data)
         layout = data.pop("weight_layout", None)
         if layout != WEIGHT_LAYOUT:
