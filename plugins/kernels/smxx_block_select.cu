@@ -121,12 +121,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Above every score (+inf is 0xff800000, NaN does not occur), below the first `last` of a
+// selection.
+constexpr uint32_t kForcedRank = 0xfffffffeu;
+
 // Larger is better, no two blocks are equal: score first, then the lower block.
 __device__ uint64_t rank_key(float score, int32_t block, bool forced) {
   uint32_t const bits = __float_as_uint(score + 0.f);  // -0 becomes +0, so that they tie
   uint32_t const ordered = bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
-  return uint64_t{forced ? 0xffffffffu : ordered} << 32 |
-         (0xffffffffu - static_cast<uint32_t>(block));
+  uint32_t const lower_wins = 0xffffffffu - static_cast<uint32_t>(block);
+  return uint64_t{forced ? kForcedRank : ordered} << 32 | lower_wins;
 }
 
 __device__ uint64_t block_max(uint64_t x, uint64_t (&per_warp)[kThreads / 32]) {

@@ -134,7 +134,7 @@ def make_inputs(step: Step, shape: Shape, v_scale: float = 1.0) -> dict[str, Ten
     qkv[:, shape.heads + shape.kv_heads : shape.heads + 2 * shape.kv_heads] *= v_scale
     qkv[step.num_real :] = torch.nan
     inputs = dict(step.inputs)
-    inputs["qkv"] = qkv.reshape(step.num_tokens, -1).to(DTYPES[shape.dtype])
+    inputs["qkv"] = qkv.flatten(1).to(DTYPES[shape.dtype])
     inputs["kv_cache"] = kv_pool(step, shape.kv_heads, shape.kv, seed=20)
     inputs["inv_freq"] = 1.0 / THETA ** (torch.arange(0, ROTARY, 2, dtype=torch.float32) / ROTARY)
     for i, name in enumerate(("q_norm", "k_norm", "index_q_norm", "index_k_norm")):
