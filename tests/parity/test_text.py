@@ -13,22 +13,17 @@ CASES = [
     pytest.param("real-blocks", 2309, id="real-blocks-beyond-2048"),
 ]
 
-
-def cosine(a, b):
-    return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
+BAND = 1e-4
+"""Scores closer than this are a tie in float32; they reach 200."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("geometry", "length"), CASES)
-def test_logits(oracle, driver, token_ids, record_property, geometry, length, dtype):
+def test_logits(oracle, driver, token_ids, within, geometry, length, dtype):
     ids = token_ids(length)
-    exact = oracle(geometry, "float64").logits(ids)
-    theirs = np.abs(oracle(geometry, dtype).logits(ids) - exact)
-    logits = driver(geometry, dtype).run(ids)
-    ours = np.abs(logits - exact)
-    print(dtype, "max", ours.max(), theirs.max(), "mean", ours.mean(), theirs.mean(), cosine(logits,exact), np.abs(exact).max())
-    assert ours.max() <= 2 * theirs.max()
-    assert ours.mean() <= 2 * theirs.mean()
+    exact = oracle(geometry, "float64").forward(ids)
+    theirs = oracle(geometry, dtype).forward(ids)
+    within("logits", driver(geometry, dtype).run(ids), theirs.logits, exact.logits)
 
 
 @pytest.mark.parametrize(("geometry", "length"), CASES)
@@ -46,18 +41,14 @@ def test_block_ids(oracle, driver, token_ids, monkeypatch, geometry, length):
     driver(geometry, "float32").run(ids)
     exact = oracle(geometry, "float64").forward(ids)
     assert len(selections) == len(exact.block_ids) == 3
-    differing = 0
-    for ours, theirs, scores in zip(
-        selections, exact.block_ids, exact.block_scores, strict=True
-    ):
-        blocks = scores.shape[-1]
+    for ours, theirs, scores in zip(selections, exact.block_ids, exact.block_scores, strict=True):
+        blocks = np.arange(scores.shape[-1])
         mine, other = (
-            (block_ids[..., None] == np.arange(blocks)).any(axis=-2)
-            for block_ids in (ours, theirs)
+            (block_ids[..., None] == blocks).any(axis=-2) for block_ids in (ours, theirs)
         )
-        assert np.array_equal(mine.sum(-1), other.sum(-1))
-        last = np.where(other & np.isfinite(scores), scores, np.inf).min(-1, keepdims=True)
-        disputed = mine != other
-        differing += disputed.any(-1).sum()
-        assert np.all(np.abs(scores - last)[disputed] < 1e-4)
-    print("rows that differ inside the band:", differing)
+        assert np.array_equal(mine.sum(axis=-1), other.sum(axis=-1))
+        worst_taken = np.where(other, scores, np.inf).min(axis=-1, keepdims=True)
+        near_the_cut = np.abs(np.nan_to_num(scores, neginf=-1e9, posinf=1e9) - worst_taken) < BAND
+        assert near_the_cut[mine != other].all()
+        selective = other.sum(axis=-1) < np.isfinite(scores).sum(axis=-1)
+        assert selective.any(), "the sequence is too short for selection to matter"
