@@ -55,17 +55,23 @@ __global__ void __launch_bounds__(THREADS)
 __global__ void __launch_bounds__(kMaxExperts)
     moe_tiles(int32_t const* __restrict__ expert_begin, int32_t experts, int64_t max_tiles,
               MoeTile* __restrict__ tiles) {
-  __shared__ int first_tile[kMaxExperts + 1];
-  if (threadIdx.x == 0) {
+  __shared__ int first_tile[kMaxExperts + 1];  // first each expert's number of tiles
+  int const e = threadIdx.x;
+  if (e < experts) {
+    int const pairs = expert_begin[e + 1] - expert_begin[e];
+    first_tile[e] = (pairs + MOE_TILE_ROWS - 1) / MOE_TILE_ROWS;
+  }
+  __syncthreads();  // the numbers
+  if (e == 0) {
     int count = 0;
-    for (int e = 0; e < experts; ++e) {
-      first_tile[e] = count;
-      count += (expert_begin[e + 1] - expert_begin[e] + MOE_TILE_ROWS - 1) / MOE_TILE_ROWS;
+    for (int i = 0; i < experts; ++i) {
+      int const tiles_of_expert = first_tile[i];
+      first_tile[i] = count;
+      count += tiles_of_expert;
     }
     first_tile[experts] = count;
   }
   __syncthreads();  // first_tile
-  int const e = threadIdx.x;
   if (e < experts) {
     for (int t = first_tile[e]; t < first_tile[e + 1]; ++t) {
       int const first = expert_begin[e] + (t - first_tile[e]) * MOE_TILE_ROWS;
