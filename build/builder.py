@@ -18,7 +18,7 @@ from typing import Any
 
 import onnx
 from m3trt.build.graph import PLUGIN_DOMAIN
-from m3trt.build.library import import_library
+from m3trt.build.library import import_library, load_plugins
 from m3trt.build.profiles import ShapeRange
 from m3trt.build.progress import ProgressReport, progress_monitor
 
@@ -60,22 +60,21 @@ def build_engine(task: EngineTask) -> BuildReport:
 
     Raises:
         BuildError: TensorRT refuses the graph, the plugins or the configuration.
-        LibraryError: the library cannot be imported.
+        LibraryError: the library or the plugins cannot be loaded.
     """
     start = time.monotonic()
     trt = import_library(task.library)
     messages: list[str] = []
     log = _logger(trt, task.verbose, messages)
-    registry = trt.get_plugin_registry()
-    if not registry.load_library(str(task.plugin_library)):
-        raise BuildError(f"{task.library} cannot load {task.plugin_library}: {_last(messages)}")
+    registry = load_plugins(task.library, task.plugin_library)
     _check_creators(registry, onnx.load(task.onnx), task)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(task.onnx)):
         errors = [str(parser.get_error(i)) for i in range(parser.num_errors)]
-        raise BuildError(f"{task.onnx.name}: {task.library} refuses the graph: {'; '.join(errors)}")
+        reasons = "; ".join(messages[:1] + errors)  # a plugin's own reason comes first
+        raise BuildError(f"{task.onnx.name}: {task.library} refuses the graph: {reasons}")
     config = builder.create_builder_config()
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     _set_compute_capabilities(trt, config, task.compute_capabilities)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -90,6 +91,24 @@ def import_library(name: str) -> Any:
     if name == "tensorrt_rtx":
         _link_rtx_library()
     return module
+
+
+@functools.cache
+def load_plugins(name: str, path: Path) -> Any:
+    """Register the plugins at `path` with library `name` and return its registry.
+
+    Once a process: the registry refuses creators that it has, even from the same file.
+
+    Raises:
+        LibraryError: the registry takes no plugins from this file.
+    """
+    registry = import_library(name).get_plugin_registry()
+    if not registry.load_library(str(path)):
+        raise LibraryError(
+            f"{name} cannot load the plugins of {path} (or has loaded those of another file):"
+            " run `make plugins` again"
+        )
+    return registry
 
 
 def _link_rtx_library() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from m3trt.build.library import import_library
+from m3trt.build.library import import_library, load_plugins
 from m3trt.build.tensors import is_weight
 from m3trt.runtime.bindings import check_size
 from m3trt.runtime.tensorrt.memory import StagedBuffer, Uploader, import_torch
@@ -35,7 +35,8 @@ class DeviceEngine:
     arrays of a step pass through pinned memory.
 
     Raises:
-        DeviceError: the plugin library or the engine cannot be loaded.
+        DeviceError: the engine cannot be loaded.
+        LibraryError: the plugin library cannot be loaded.
     """
 
     def __init__(self, path: Path, library: str, plugin_library: Path) -> None:
@@ -43,8 +44,7 @@ class DeviceEngine:
         trt = import_library(library)
         self._path = path
         self._logger = trt.Logger(trt.Logger.WARNING)
-        if not trt.get_plugin_registry().load_library(str(plugin_library)):
-            raise DeviceError(f"{library} cannot load {plugin_library}: run `make plugins` again")
+        load_plugins(library, plugin_library)
         self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 
 import onnx
 import pytest
@@ -48,9 +50,9 @@ def test_refused_graph_names_node_and_attribute(checkpoint, tmp_path, capfd):
     """Head size 16 is what the smallest test checkpoints have; there are kernels for 128."""
     source = checkpoint(weights=False, head_size=16, rotary_dim=8, vision=None)
     assert build(source, tmp_path / "engine") == 1
-    err = capfd.readouterr().err
-    assert "layers.0.attention.cache_update" in err
-    assert "attribute 'head_size' is 16" in err
+    error = capfd.readouterr().err.rsplit("error: ", 1)[1]
+    assert "layers.0.attention.cache_update" in error
+    assert "attribute 'head_size' is 16" in error
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -65,3 +67,12 @@ def test_missing_plugin_is_named(checkpoint, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(assemble, "build_text_network", lambda *_: model)
     assert build(source, tmp_path / "other") == 1
     assert "has no plugin M3Unknown of version 1, which rank0.onnx" in capfd.readouterr().err
+
+
+def test_plugins_load_once_however_often_they_are_asked_for():
+    script = """if True:
+        from m3trt.build.library import PLUGIN_LIBRARY, load_plugins
+        registries = [load_plugins("tensorrt_rtx", PLUGIN_LIBRARY) for _ in range(2)]
+        assert registries[0].get_creator("M3MoE", "1", "") is not None
+    """
+    subprocess.run([sys.executable, "-c", script], check=True)
