@@ -8,8 +8,6 @@ the same token ids.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -71,29 +69,6 @@ def engine(
 
 
 # ---- the oracle ------------------------------------------------------------------------------
-
-
-def import_transformers() -> types.ModuleType:
-    """transformers, with torchvision's Python part importable beside a torch for CPUs.
-
-    PyPI's torchvision is built for CUDA; declaring the two operators that it registers at import
-    lets the rest load.
-    """
-    if importlib.util.find_spec("torchvision") is not None:
-        try:
-            import torchvision
-        except RuntimeError:
-            for name in [m for m in sys.modules if m.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
-            library = torch.library.Library("torchvision", "DEF")
-            for op in ("nms", "qnms"):
-                library.define(f"{op}(Tensor dets, Tensor scores, float threshold) -> Tensor")
-            import torchvision
-
-            torchvision._stub_library = library
-    import transformers
-
-    return transformers
 
 
 @contextlib.contextmanager
@@ -176,16 +151,19 @@ class Oracle:
 
 
 @pytest.fixture(scope="session")
-def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str, str], Oracle]:
+def oracle(
+    checkpoint: Callable[[str], Path], importable_torchvision: None
+) -> Callable[[str, str], Oracle]:
     """oracle(geometry, "float64" | "float32" | "bfloat16")."""
+    from transformers import AutoModelForImageTextToText
+
     made: dict[tuple[str, str], Oracle] = {}
 
     def make(geometry: str, dtype: str) -> Oracle:
         if (geometry, dtype) not in made:
             path = checkpoint(geometry)
-            loader = import_transformers().AutoModelForImageTextToText
             with all_double() if dtype == "float64" else contextlib.nullcontext():
-                model = loader.from_pretrained(
+                model = AutoModelForImageTextToText.from_pretrained(
                     path,
                     dtype=getattr(torch, dtype),
                     attn_implementation="eager",

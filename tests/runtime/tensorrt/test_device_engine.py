@@ -1,0 +1,97 @@
+"""Bindings of the GPU executor against a TensorRT and a torch that run on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from m3trt.runtime.tensorrt import memory
+from m3trt.runtime.tensorrt.device_engine import DeviceEngine, DeviceError
+from m3trt.runtime.tensorrt.executor import TensorRTExecutor, _pages_that_fit
+from m3trt.runtime.weights import WeightFileError
+from safetensors.numpy import save_file
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("fake_gpu")]
+
+WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture
+def engine(engine_file, tmp_path):
+    engine = DeviceEngine(engine_file(), "tensorrt", Path("plugins.so"))
+    save_file({"layer.weight": WEIGHT}, tmp_path / "rank0.safetensors")
+    engine.bind_weights(tmp_path / "rank0.safetensors")
+    return engine
+
+
+def test_steps_of_any_size_share_weights_and_cache(engine, rng):
+    engine.bind_zeros("cache", (5, 3), "cache_out")
+    total = np.zeros(3)
+    for rows in (2, 8, 0, 1):
+        x = rng.standard_normal((rows, 3)).astype(np.float32)
+        y = engine.run({"x": x}, "y")
+        assert y.shape == (rows, 2)
+        assert np.allclose(y, x @ WEIGHT.T)
+        total += x.sum(axis=0)
+    cache = engine._bound["cache"].numpy().view(np.float32).reshape(5, 3)
+    assert np.allclose(cache, total, atol=1e-6)
+
+
+def test_an_input_that_is_not_bound_is_named(engine):
+    with pytest.raises(DeviceError, match=r"inputs \['cache'\] are not set"):
+        engine.run({"x": np.zeros((1, 3), np.float32)}, "y")
+
+
+def test_a_shape_outside_the_profile_is_named(engine):
+    engine.bind_zeros("cache", (5, 3), "cache_out")
+    with pytest.raises(DeviceError, match=r"x \[9, 3\] is outside the engine's profile"):
+        engine.run({"x": np.zeros((9, 3), np.float32)}, "y")
+
+
+def test_a_wrong_dtype_is_named(engine):
+    engine.bind_zeros("cache", (5, 3), "cache_out")
+    with pytest.raises(TypeError, match="x is float64, expected float32"):
+        engine.run({"x": np.zeros((1, 3))}, "y")
+
+
+def test_weights_that_do_not_fit(engine, tmp_path):
+    save_file({"layer.weight": WEIGHT.T.copy()}, tmp_path / "other.safetensors")
+    with pytest.raises(WeightFileError, match=r"layer\.weight is float32 \[3, 2\], expected"):
+        engine.bind_weights(tmp_path / "other.safetensors")
+
+
+def test_an_engine_that_does_not_load(tmp_path):
+    (tmp_path / "rank0.engine").touch()
+    with pytest.raises(DeviceError, match=r"tensorrt cannot load .*rank0\.engine"):
+        DeviceEngine(tmp_path / "rank0.engine", "tensorrt", Path("plugins.so"))
+
+
+def test_a_binding_that_tensorrt_would_miscompute_is_refused(engine):
+    with pytest.raises(ValueError, match="cache would have 2147483648 elements"):
+        engine._bind("cache", (2**31,), None)
+
+
+def test_uploads_pass_through_two_buffers_and_report(monkeypatch, caplog, rng):
+    monkeypatch.setattr(memory, "UPLOAD_CHUNK", 100)
+    array = rng.standard_normal((7, 11)).astype(np.float32)
+    uploader = memory.Uploader(array.nbytes)
+    with caplog.at_level(logging.INFO):
+        device = uploader.upload(array)
+    uploader.finish()
+    assert device.numpy().tobytes() == array.tobytes()
+    assert "weights: 0.0 of 0.0 GB" in caplog.text
+
+
+def test_several_ranks_are_refused():
+    engine = types.SimpleNamespace(config=types.SimpleNamespace(tp_size=8))
+    with pytest.raises(DeviceError, match="tp_size 8, the GPU runtime of this version runs 1"):
+        TensorRTExecutor(engine, "tensorrt", 1)
+
+
+def test_caches_take_most_of_the_memory_that_is_left():
+    assert _pages_that_fit(page_bytes=100) == 9
+    with pytest.raises(DeviceError, match="use a larger GPU"):
+        _pages_that_fit(page_bytes=1000)
