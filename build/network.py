@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from m3trt.build import ops, tensors
+from m3trt.build import ops, patterns, tensors
 from m3trt.build.configuration import BuildConfig, CacheDtype
 from m3trt.build.graph import MODEL_DTYPES, SAFETENSORS_DTYPES, Dim, GraphBuilder, Tensor
 from m3trt.build.ops import Batch, Cache
@@ -182,7 +182,7 @@ class _TextNetwork:
         config, graph, name = self.config, self.graph, f"layers.{layer}.mlp"
         fc, proj = self._weights(layer, "mlp", "fc.weight", "proj.weight")
         both = ops.gemm(graph, f"{name}.fc", x, fc)
-        activated = ops.swiglu(
+        activated = patterns.swiglu(
             graph, f"{name}.swiglu", both, config.swiglu_alpha, config.swiglu_limit
         )
         return ops.gemm(graph, f"{name}.proj", activated, proj)
@@ -210,7 +210,7 @@ class _TextNetwork:
         shape = ("logit_rows", config.hidden_size)
         rows = graph.node("Gather", "logit_hidden", [x, self.logit_rows], shape, axis=0)
         weight = graph["transformer.ln_f.weight"]
-        normed = ops.rms_norm(graph, "ln_f", rows, weight, config.norm_epsilon)
+        normed = patterns.rms_norm(graph, "ln_f", rows, weight, config.norm_epsilon)
         head = graph["lm_head.weight"]
         one_rank = config.tp_size == 1
         name = tensors.LOGITS if one_rank else "lm_head"
@@ -219,7 +219,7 @@ class _TextNetwork:
 
     def _norm(self, layer: int, name: str, x: Tensor) -> Tensor:
         weight = self._weight(layer, f"{name}.weight")
-        return ops.rms_norm(
+        return patterns.rms_norm(
             self.graph, f"layers.{layer}.{name}", x, weight, self.config.norm_epsilon
         )
 

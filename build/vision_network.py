@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from m3trt.build import ops, tensors
+from m3trt.build import ops, patterns, tensors
 from m3trt.build.graph import MODEL_DTYPES, SAFETENSORS_DTYPES, GraphBuilder, Tensor
 from m3trt.convert.configuration import M3Config, VisionConfig
 from m3trt.convert.layout import vision_tensors
@@ -53,7 +53,7 @@ class _VisionNetwork:
         group = self.vision.spatial_merge_size**2
         width = x.shape[1]
         assert isinstance(width, int)
-        merged = ops.reshape(self.graph, "merger.groups", x, ["features", group * width])
+        merged = patterns.reshape(self.graph, "merger.groups", x, ["features", group * width])
         return self.graph.model(
             "minimax_m3_vision", [self._mlp("merger", merged, tensors.FEATURES)]
         )
@@ -69,12 +69,12 @@ class _VisionNetwork:
 
     def _attention(self, name: str, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         graph, heads, size = self.graph, self.vision.num_attention_heads, self.vision.head_size
-        qkv = ops.reshape(
+        qkv = patterns.reshape(
             graph, f"{name}.heads", self._linear(f"{name}.qkv", x), ["patches", 3 * heads, size]
         )
-        qk, v = ops.split(graph, f"{name}.qkv", qkv, 1, {"qk": 2 * heads, "v": heads})
+        qk, v = patterns.split(graph, f"{name}.qkv", qkv, 1, {"qk": 2 * heads, "v": heads})
         rotated = self._rotate(f"{name}.rotary", qk, cosine, sine)
-        q, k = ops.split(graph, f"{name}.rotary", rotated, 1, {"q": heads, "k": heads})
+        q, k = patterns.split(graph, f"{name}.rotary", rotated, 1, {"q": heads, "k": heads})
         attended = ops.varlen_attention(graph, f"{name}.varlen_attention", q, k, v, self.cu_seqlens)
         return self._linear(f"{name}.dense", attended)
 
@@ -86,12 +86,12 @@ class _VisionNetwork:
         inv_freq = (float(self.vision.rotary_base) ** exponent).astype(np.float32)
         inv_freq_tensor = graph.constant("constants.inv_freq", inv_freq)
         axis = graph.constant("constants.last_axis", np.array([-1], np.int64))
-        exact = ops.cast(graph, "rotary.positions", self.positions, TensorProto.FLOAT)
+        exact = patterns.cast(graph, "rotary.positions", self.positions, TensorProto.FLOAT)
         column = graph.node("Unsqueeze", "rotary.column", [exact, axis], ("patches", AXES, 1))
         angles = graph.node(
             "Mul", "rotary.angles", [column, inv_freq_tensor], ("patches", AXES, frequencies)
         )
-        flat = ops.reshape(graph, "rotary.flat", angles, ["patches", 1, AXES * frequencies])
+        flat = patterns.reshape(graph, "rotary.flat", angles, ["patches", 1, AXES * frequencies])
         cosine = graph.node("Cos", "rotary.cosine", [flat], flat.shape)
         return cosine, graph.node("Sin", "rotary.sine", [flat], flat.shape)
 
@@ -104,8 +104,8 @@ class _VisionNetwork:
         assert isinstance(size, int)
         shape = ("patches", heads, half)
         sizes = {"first": half, "second": half, "passed": size - 2 * half}
-        wide = ops.cast(graph, f"{name}.float32", x, TensorProto.FLOAT)
-        first, second, *passed = ops.split(
+        wide = patterns.cast(graph, f"{name}.float32", x, TensorProto.FLOAT)
+        first, second, *passed = patterns.split(
             graph, f"{name}.halves", wide, 2, {k: v for k, v in sizes.items() if v}
         )
         products = {
@@ -132,7 +132,7 @@ class _VisionNetwork:
         joined = graph.node(
             "Concat", f"{name}.joined", [new_first, new_second, *passed], x.shape, axis=2
         )
-        return ops.cast(graph, f"{name}.output", joined, x.dtype)
+        return patterns.cast(graph, f"{name}.output", joined, x.dtype)
 
     def _mlp(self, name: str, x: Tensor, output: str | None = None) -> Tensor:
         """Two linear layers with an erf gelu between; the result is called `output` if given."""
@@ -147,4 +147,6 @@ class _VisionNetwork:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.graph[f"vision.{name}.weight"], self.graph[f"vision.{name}.bias"]
-        return ops.layer_norm(self.graph, name, x, weight, bias, float(self.vision.norm_epsilon))
+        return patterns.layer_norm(
+            self.graph, name, x, weight, bias, float(self.vision.norm_epsilon)
+        )
