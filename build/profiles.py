@@ -37,7 +37,7 @@ def text_dimensions(config: M3Config, build: BuildConfig) -> dict[str, Dimension
         "pages": DimensionRange(1, build.max_pages, build.max_pages, "max_pages"),
         "decode_requests": DimensionRange(0, batch, batch, "max_batch_size"),
         "q_len": DimensionRange(1, 1, MAX_QUERY_LEN, "max_batch_size"),
-        "logit_rows": DimensionRange(1, batch, build.max_logit_rows, "max_num_tokens"),
+        "logit_rows": DimensionRange(0, batch, build.max_logit_rows, "max_num_tokens"),
         "prompt_rows": DimensionRange(1, 1, max(1, build.max_multimodal_len), "max_multimodal_len"),
     }
 
