@@ -59,12 +59,12 @@ setup: .venv/models/.done .venv/client/.done .venv/server/.done ## Create the en
 # ---- the pipeline: plugin library, checkpoint, engine, server ------------------------------------
 
 plugins: ## Compile the plugin library for sm_90a, sm_100a and PTX: out/libm3_plugins.so
-	plugins/compile.sh full
+	JOBS=$(JOBS) PYTHON=$(PYTHON) plugins/compile.sh full
 
 build: plugins ## The same as `plugins` (so `make build engine` does all)
 
-out/libm3_plugins.so:
-	plugins/compile.sh portable
+out/libm3_plugins.so: $(wildcard plugins/CMakeLists.txt plugins/plugin_list.inc plugins/*/*.h plugins/*/*.cpp plugins/*/*.cu*)
+	JOBS=$(JOBS) PYTHON=$(PYTHON) plugins/compile.sh portable
 
 tiny: out/tiny/config.json ## Write a tiny random M3 checkpoint: out/tiny
 
