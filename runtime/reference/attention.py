@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import numpy as np
 from m3trt.runtime.reference.numerics import (
@@ -32,22 +33,25 @@ def attend(q: Float32, k: Float32, v: Float32, visible: Array, scale: float) -> 
     weights = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
     total = weights.sum(axis=-1, keepdims=True)
     out: Float32 = (weights.reshape(queries * group, -1) @ v).reshape(queries, group, size)
-    return out / np.maximum(total, 1)  # at least 1 where any key is seen
+    out /= np.maximum(total, 1)  # the total is at least 1 where any key is seen
+    return out
 
 
-class _PagedOp(M3Op):
-    """What both ops share: the walk over requests and chunks of queries."""
+class _PagedAttention(M3Op):
+    fields = ("block_size", "softmax_scale")
+    selects: ClassVar[bool]
+    """Whether block ids follow the cache in the inputs."""
 
-    def _attend_pages(
+    def _run(
         self,
         q: Array,
         kv_cache: Array,
-        block_ids: Int32 | None,
-        step: tuple[Int32, Int32, Int32],
-        kv_scale: tuple[Float32, ...],
+        *inputs: Array,
         block_size: int,
         softmax_scale: float,
     ) -> tuple[Array]:
+        block_ids = inputs[0] if self.selects else None
+        cu_query_lens, sequence_length, page_table, _, *kv_scale = inputs[self.selects :]
         tokens, heads, size = q.shape
         kv_heads = kv_cache.shape[3]
         if kv_cache.shape[2] != block_size:
@@ -59,7 +63,7 @@ class _PagedOp(M3Op):
         scale = kv_scale[0] if kv_scale else None
         grouped = to_float32(q).reshape(tokens, kv_heads, heads // kv_heads, size)
         out = np.zeros(grouped.shape, np.float32)
-        for request in requests_of(*step):
+        for request in requests_of(cu_query_lens, sequence_length, page_table):
             for begin in range(request.begin, request.end, _QUERIES_AT_ONCE):
                 rows = slice(begin, min(begin + _QUERIES_AT_ONCE, request.end))
                 positions = np.arange(rows.start, rows.stop) - request.begin
@@ -99,7 +103,7 @@ def _read_lane(
     return x
 
 
-class M3SparseAttention(_PagedOp):
+class M3SparseAttention(_PagedAttention):
     """q [N, Hq, D] T, kv_cache [P, 2, B, Hkv, D], block_ids int32 [Hkv, N, top_k], cu_query_lens,
     sequence_length, page table, decode_rows [, kv_scale] -> [N, Hq * D] T.
 
@@ -107,44 +111,13 @@ class M3SparseAttention(_PagedOp):
     blocks; ids of -1 are skipped anywhere; padding rows are 0.
     """
 
-    fields = ("block_size", "softmax_scale")
-
-    def _run(
-        self,
-        q: Array,
-        kv_cache: Array,
-        block_ids: Int32,
-        cu_query_lens: Int32,
-        sequence_length: Int32,
-        page_table: Int32,
-        decode_rows: Int32,
-        *kv_scale: Float32,
-        block_size: int,
-        softmax_scale: float,
-    ) -> tuple[Array]:
-        step = (cu_query_lens, sequence_length, page_table)
-        return self._attend_pages(q, kv_cache, block_ids, step, kv_scale, block_size, softmax_scale)
+    selects = True
 
 
-class M3PagedAttention(_PagedOp):
+class M3PagedAttention(_PagedAttention):
     """Like M3SparseAttention without block ids: every key up to the query's position."""
 
-    fields = ("block_size", "softmax_scale")
-
-    def _run(
-        self,
-        q: Array,
-        kv_cache: Array,
-        cu_query_lens: Int32,
-        sequence_length: Int32,
-        page_table: Int32,
-        decode_rows: Int32,
-        *kv_scale: Float32,
-        block_size: int,
-        softmax_scale: float,
-    ) -> tuple[Array]:
-        step = (cu_query_lens, sequence_length, page_table)
-        return self._attend_pages(q, kv_cache, None, step, kv_scale, block_size, softmax_scale)
+    selects = False
 
 
 class M3VarlenAttention(M3Op):

@@ -73,7 +73,8 @@ def gelu_erf(x: Float32) -> Float32:
 def sigmoid(x: Float32) -> Float32:
     """1 / (1 + exp(-x)); exp may overflow to inf, which gives the right limit 0."""
     with np.errstate(over="ignore"):
-        return np.reciprocal(1 + np.exp(-x))
+        result: Float32 = np.reciprocal(1 + np.exp(-x))
+    return result
 
 
 def swiglu(gate: Float32, up: Float32, alpha: float, limit: float) -> Float32:

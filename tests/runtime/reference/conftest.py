@@ -12,6 +12,9 @@ import numpy as np
 import onnx
 import pytest
 from m3trt.build.configuration import BuildConfig
+from m3trt.build.engine_dir import EngineDir
+from m3trt.build.environment import Environment
+from m3trt.build.library import PLUGIN_LIBRARY
 from m3trt.build.network import build_text_network
 from m3trt.build.vision_network import build_vision_network
 from m3trt.convert.configuration import M3Config, MoeConfig, SparseAttentionConfig, VisionConfig
@@ -184,36 +187,15 @@ def small_config(dtype: str = "bfloat16", tp_size: int = 1) -> M3Config:
     )
 
 
-@dataclass(frozen=True)
-class SmallEngine:
-    """What the executors read of an engine directory."""
-
-    root: Path
-    config: M3Config
-    build: BuildConfig
-
-    def onnx(self, rank: int) -> Path:
-        return self.root / f"rank{rank}.onnx"
-
-    def weights(self, rank: int) -> Path:
-        return self.root / f"rank{rank}.safetensors"
-
-    @property
-    def vision_onnx(self) -> Path:
-        return self.root / "vision.onnx"
-
-    @property
-    def vision_weights(self) -> Path:
-        return self.root / "vision.safetensors"
-
-
 @pytest.fixture
-def make_engine(tmp_path: Path) -> Callable[..., SmallEngine]:
+def make_engine(tmp_path: Path) -> Callable[..., EngineDir]:
     """make_engine(dtype, tp_size, **build options) -> an engine with random weights."""
 
-    def make(dtype: str = "bfloat16", tp_size: int = 1, **options: Any) -> SmallEngine:
+    def make(dtype: str = "bfloat16", tp_size: int = 1, **options: Any) -> EngineDir:
         config = small_config(dtype, tp_size)
-        engine = SmallEngine(tmp_path, config, BuildConfig.for_model(config, **options))
+        environment = Environment.current("reference", PLUGIN_LIBRARY, ())
+        limits = BuildConfig.for_model(config, **options)
+        engine = EngineDir(tmp_path, config, limits, environment)
         for rank in range(tp_size):
             onnx.save(build_text_network(config, engine.build, rank), engine.onnx(rank))
             write_weights(rank_tensors(config), engine.weights(rank), rank)

@@ -23,8 +23,6 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-torch = pytest.importorskip("torch")
-
 LARGEST = 8
 """Rows up to which the fake profile goes."""
 
@@ -143,11 +141,6 @@ class Event:
     def synchronize(self) -> None: ...
 
 
-def empty(size: int, **options: Any) -> Any:
-    """Device and pinned memory are ordinary memory, and hold rubbish at first."""
-    return torch.full((size,), 0xA5, dtype=options["dtype"])
-
-
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
@@ -155,6 +148,12 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    def empty(size: int, **options: Any) -> Any:
+        """Device and pinned memory are ordinary memory, and hold rubbish at first."""
+        return torch.full((size,), 0xA5, dtype=options["dtype"])
+
     logger = type("Logger", (), {"WARNING": 1, "__init__": lambda self, level: None})
     trt = types.SimpleNamespace(Logger=logger, Runtime=Runtime, TensorIOMode=Mode)
     fake_torch = types.SimpleNamespace(
