@@ -90,15 +90,18 @@ class DeviceEngine:
             ValueError: the cache is larger than TensorRT takes.
         """
         torch = import_torch()
+        check_size(name, shape)
         size = math.prod(shape) * self.inputs[name][0].itemsize
-        memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        with torch.cuda.stream(self._stream):  # steps must not start before it is zero
+            memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
         self._bind(name, shape, memory)
         self._context.set_tensor_address(output, memory.data_ptr())
 
     def bind_array(self, name: str, array: npt.NDArray[Any]) -> None:
         """Copy a small array to the GPU for good."""
         torch = import_torch()
-        self._bind(name, array.shape, torch.from_numpy(array.copy()).cuda())
+        with torch.cuda.stream(self._stream):
+            self._bind(name, array.shape, torch.from_numpy(array.copy()).cuda())
 
     def _bind(self, name: str, shape: tuple[int, ...], memory: Any) -> None:
         check_size(name, shape)
