@@ -1,4 +1,4 @@
-"""Steps for the paged ops: packed requests, shuffled pages, and NaN wherever nothing may be read."""
+"""Steps for the paged ops: packed requests, shuffled pages, NaN wherever nothing may be read."""
 
 from __future__ import annotations
 

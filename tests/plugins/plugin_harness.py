@@ -47,7 +47,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Node:
-    """An op with its attributes and ports; `aliases` pairs an output with the input it overwrites."""
+    """An op, its attributes and ports; `aliases` pairs an output with the input it overwrites."""
 
     op_type: str
     inputs: tuple[Port, ...]
@@ -122,8 +122,7 @@ def build(node: Node) -> Any:
     """The serialised engine of a node.
 
     Raises:
-        BuildError: with what the parser and the builder logged. The plugin's own sentence goes to
-            stderr where the library hands it no logger.
+        BuildError: with the sentences that the plugin, the parser and the builder logged.
     """
     trt, logger, messages = _library()
     messages.clear()
@@ -193,7 +192,7 @@ def run(node: Node, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         fresh = torch.empty(shape, dtype=types[port.dtype], device="cuda")
         outputs[port.name] = bound[aliases[port.name]] if port.name in aliases else fresh
         bind(port.name, outputs[port.name])
-    stream = torch.cuda.Stream()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def execute() -> None:
         assert context.execute_async_v3(stream.cuda_stream), f"{node.op_type} failed"

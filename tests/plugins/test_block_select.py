@@ -9,8 +9,18 @@ import paged_reference as reference
 import plugin_harness as harness
 import pytest
 import torch
-from paged_steps import BLOCK, DECODE_PORT, HEAD, PACKED_PORTS, Request, Step
-from paged_steps import make_step, random_pages, real, rows
+from paged_steps import (
+    BLOCK,
+    DECODE_PORT,
+    HEAD,
+    PACKED_PORTS,
+    Request,
+    Step,
+    make_step,
+    random_pages,
+    real,
+    rows,
+)
 from plugin_harness import Node, Port
 from torch import Tensor
 
@@ -107,10 +117,10 @@ BF16 = node(SHAPES["heads4-bf16"])
         ),
     ],
 )
-def test_refuses(bad: Node, sentence: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refuses(bad: Node, sentence: str) -> None:
     with pytest.raises(harness.BuildError) as caught:
         harness.build(bad)
-    assert sentence in str(caught.value) + capfd.readouterr().err
+    assert sentence in str(caught.value)
 
 
 def make_inputs(step: Step, shape: Shape) -> dict[str, Tensor]:

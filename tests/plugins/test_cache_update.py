@@ -9,8 +9,19 @@ import paged_reference as reference
 import plugin_harness as harness
 import pytest
 import torch
-from paged_steps import BLOCK, DTYPES, HEAD, PACKED_PORTS, Request, Step
-from paged_steps import kv_pool, make_step, normal, random_pages, real
+from paged_steps import (
+    BLOCK,
+    DTYPES,
+    HEAD,
+    PACKED_PORTS,
+    Request,
+    Step,
+    kv_pool,
+    make_step,
+    normal,
+    random_pages,
+    real,
+)
 from plugin_harness import Node, Port
 from torch import Tensor
 
@@ -123,10 +134,10 @@ DENSE, SPARSE = node(SHAPES["dense-bf16"]), node(SHAPES["sparse-bf16"])
         ),
     ],
 )
-def test_refuses(bad: Node, sentence: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refuses(bad: Node, sentence: str) -> None:
     with pytest.raises(harness.BuildError) as caught:
         harness.build(bad)
-    assert sentence in str(caught.value) + capfd.readouterr().err
+    assert sentence in str(caught.value)
 
 
 def make_inputs(step: Step, shape: Shape, v_scale: float = 1.0) -> dict[str, Tensor]:
@@ -244,7 +255,6 @@ def test_a_missing_page_is_not_written() -> None:
     inputs["kv_cache_block_offsets"] = inputs["kv_cache_block_offsets"].clone()
     inputs["kv_cache_block_offsets"][1] = -1
     out = harness.run(node(shape), inputs)
-    batch.tokens = [t for t in batch.tokens if t[0] != 1]
     for name in ("kv_cache", "index_cache"):
         page = batch.pages[1][1]
         assert harness.same_bits(out[f"{name}_out"][page], inputs[name][page])

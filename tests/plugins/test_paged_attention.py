@@ -8,8 +8,18 @@ import paged_reference as reference
 import plugin_harness as harness
 import pytest
 import torch
-from paged_steps import DECODE_PORT, DTYPES, PACKED_PORTS, Request, Step
-from paged_steps import check_close, kv_pool, make_step, real, rows
+from paged_steps import (
+    DECODE_PORT,
+    DTYPES,
+    PACKED_PORTS,
+    Request,
+    Step,
+    check_close,
+    kv_pool,
+    make_step,
+    real,
+    rows,
+)
 from plugin_harness import Node, Port
 
 SCALE = 128**-0.5
@@ -87,10 +97,10 @@ BF16 = node("bf16", "bf16", 8, 4)
         ),
     ],
 )
-def test_refuses(bad: Node, sentence: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refuses(bad: Node, sentence: str) -> None:
     with pytest.raises(harness.BuildError) as caught:
         harness.build(bad)
-    assert sentence in str(caught.value) + capfd.readouterr().err
+    assert sentence in str(caught.value)
 
 
 @pytest.mark.gpu
