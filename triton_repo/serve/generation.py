@@ -43,8 +43,14 @@ def parse_request(
     """
     if (beams := scalar(arrays, "beam_width", 1)) != 1:
         raise RequestError(f"beam_width is {beams}, only 1 is supported: sample with temperature")
-    length = scalar(arrays, "input_lengths", 0)
+    if "input_ids" not in arrays:
+        raise RequestError("input_ids is missing, expected the prompt's token ids, int32")
+    if "request_output_len" not in arrays:
+        raise RequestError(
+            "max_tokens is missing (request_output_len of tensorrt_llm), expected an int32"
+        )
     ids = arrays["input_ids"].reshape(-1)
+    length = scalar(arrays, "input_lengths", ids.size)
     if not 0 <= length <= ids.size:
         raise RequestError(f"input_lengths is {length}, expected 0 to {ids.size}, input_ids' size")
     end_id = scalar(arrays, "end_id", None)

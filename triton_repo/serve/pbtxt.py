@@ -9,7 +9,7 @@ from typing import Any
 Message = dict[str, list[Any]]
 """Field name -> all its values; a value is a scalar or another message."""
 
-_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|[{}\[\]:,]|[A-Za-z_]\w*|-?\d+|\S')
+_TOKEN = re.compile(r'#[^\n]*|"(?:[^"\\\n]|\\.)*"|[{}\[\]:,]|[A-Za-z_]\w*|-?\d+|\S')
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
 
 
@@ -50,7 +50,7 @@ def parse(text: str) -> Message:
     Raises:
         PbtxtError: naming the token that does not belong where it is.
     """
-    tokens = iter([*_TOKEN.findall(re.sub(r"(?m)^\s*#.*$", "", text)), ""])
+    tokens = iter([*(token for token in _TOKEN.findall(text) if token[0] != "#"), ""])
     return _message(tokens, end="")
 
 

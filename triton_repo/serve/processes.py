@@ -69,11 +69,14 @@ def kill_group(group: int, timeout_s: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def reap(group: int) -> None:
-    """Collect the exit codes of dead children in `group`, adopted ones too."""
+def reap(group: int, timeout_s: float = 5.0) -> None:
+    """Collect the exit codes of dead children in `group`, adopted ones too. A dead process can
+    only be collected after its last thread."""
+    deadline = time.monotonic() + timeout_s
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-group, os.WNOHANG) != (0, 0):
-            pass
+        while time.monotonic() < deadline:
+            if os.waitpid(-group, os.WNOHANG) == (0, 0):
+                time.sleep(0.02)
 
 
 def remove_shared_memory(prefix: str) -> list[str]:

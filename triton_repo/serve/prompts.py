@@ -47,9 +47,13 @@ def preprocess(preprocessor: Preprocessor, arrays: Arrays) -> dict[str, npt.NDAr
     Raises:
         PreprocessError: the request is wrong; the text says how.
     """
-    thinking_mode = text(arrays, "THINKING_MODE")
+    query, thinking_mode = text(arrays, "QUERY"), text(arrays, "THINKING_MODE")
+    if query is None:
+        raise PreprocessError("text_input is missing: send the text, a string")
+    if (max_tokens := scalar(arrays, "REQUEST_OUTPUT_LEN", 1)) < 1:
+        raise PreprocessError(f"max_tokens is {max_tokens}, expected at least 1 token to generate")
     prompt = preprocessor.process(
-        text(arrays, "QUERY") or b"",
+        query,
         list(_images(arrays)),
         apply_chat_template=scalar(arrays, "APPLY_CHAT_TEMPLATE", True),
         thinking_mode=None if thinking_mode is None else _decode("thinking_mode", thinking_mode),

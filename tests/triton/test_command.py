@@ -1,0 +1,111 @@
+"""The command: what it refuses, what it says, and its exit codes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from m3trt.serve.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> str:
+    run_dir = tmp_path / "run"
+    assert main(["--http_port", "0", "--run_dir", str(run_dir), *arguments]) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.smoke
+def test_what_cannot_be_served(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine_dir: Path
+) -> None:
+    missing = refused(capsys, tmp_path / "1", "--engine_dir", str(tmp_path / "none"))
+    assert "config.json does not exist" in missing
+    engine = ["--engine_dir", str(engine_dir)]
+    unknown = refused(capsys, tmp_path / "2", *engine, "--set", "no_such_setting=1")
+    assert "unknown settings ['no_such_setting']" in unknown
+    wrong = refused(capsys, tmp_path / "3", *engine, "--set", "max_queue_size=many")
+    assert "max_queue_size is 'many'" in wrong
+    binary = refused(capsys, tmp_path / "4", *engine, "--tritonserver", str(tmp_path / "none"))
+    assert "no executable file" in binary
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").touch()
+    assert "is not empty" in refused(capsys, tmp_path, *engine)
+
+
+@pytest.mark.smoke
+def test_a_port_in_use(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine_dir: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        error = refused(capsys, tmp_path, "--engine_dir", str(engine_dir), "--grpc_port", str(port))
+    assert f"--grpc_port {port} cannot be used" in error
+
+
+@pytest.mark.full
+def test_a_model_that_cannot_load_shows_the_log(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, engine_dir: Path
+) -> None:
+    python = ROOT / ".venv" / "models" / "bin" / "python"
+    command = [str(python), "-m", "m3trt.serve", "--engine_dir", str(engine_dir)]
+    command += ["--http_port", "0", "--run_dir", str(tmp_path / "run"), "--executor", "tensorrt"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "before it was ready" in result.stderr
+    assert "cannot run with tensorrt" in result.stderr
+
+
+@pytest.mark.full
+def test_a_command_runs_against_the_server_and_gives_its_exit_code(
+    tmp_path: Path, engine_dir: Path
+) -> None:
+    python = ROOT / ".venv" / "models" / "bin" / "python"
+    client = [sys.executable, str(ROOT / "triton_repo" / "serve" / "demo.py")]
+    command = [str(python), "-m", "m3trt.serve", "--engine_dir", str(engine_dir)]
+    command += ["--http_port", "0", "--run_dir", str(tmp_path / "run"), "--run", *client]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("assistant:") == 2
+    assert (tmp_path / "run" / "picture.png").exists()
+    assert str(tmp_path / "run") in result.stdout
+
+
+@pytest.mark.full
+def test_an_interrupt_while_starting(tmp_path: Path, engine_dir: Path) -> None:
+    python = ROOT / ".venv" / "models" / "bin" / "python"
+    command = [str(python), "-m", "m3trt.serve", "--engine_dir", str(engine_dir)]
+    command += ["--http_port", "0", "--run_dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command)
+    while not (tmp_path / "run" / "tritonserver.log").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    assert not list(Path("/dev/shm").glob(f"m3trt_{process.pid}_*"))
+
+
+@pytest.mark.full
+def test_a_float32_engine(
+    start_server: Callable[..., Any],
+    make_engine: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Image features travel as FP32 then; two processes prepare prompts."""
+    folder = tmp_path_factory.mktemp("float32")
+    count = "preprocessing_instance_count=2"
+    server = start_server(make_engine("float32"), folder, "--set", count)
+    from m3trt.serve.demo import draw_picture
+
+    pixels = draw_picture(70)[None, None]
+    answers = [server.stream(m, image_bytes_input=pixels) for m in ("ensemble", "tensorrt_llm_bls")]
+    assert answers[0].text == answers[1].text
+    assert answers[0].text != server.generate().text
+    assert server.stop(signal.SIGTERM) == 0
+    assert server.leftovers() == []

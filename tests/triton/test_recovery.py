@@ -1,0 +1,128 @@
+"""Killed processes under load: the server answers again, and leaves nothing behind at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def victim(
+    start_server: Callable[..., Any], engine_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """A server of its own to kill; the last thing it has to do is to stop cleanly."""
+    server = start_server(engine_dir, tmp_path_factory.mktemp("victim"), "--probe_period", "1")
+    yield server
+    assert server.stop(signal.SIGTERM) == 0
+    assert server.leftovers() == []
+
+
+class Load:
+    """Clients that ask both entries all the time and note when they got what."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self.good: list[float] = []
+        self.errors: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._ask, args=(model, i))
+            for model in ("ensemble", "tensorrt_llm_bls")
+            for i in range(2)
+        ]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        self.wait_for_answers(4)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in self._threads), "a client waits for ever"
+
+    def wait_for_answers(self, count: int, since: float | None = None) -> None:
+        """Wait for `count` right answers to requests that were sent from `since` on."""
+        since = time.monotonic() if since is None else since
+        deadline = time.monotonic() + 60
+        while sum(sent >= since for sent in list(self.good)) < count:
+            assert time.monotonic() < deadline, (self.errors[-3:], self._server.log)
+            time.sleep(0.05)
+
+    def _ask(self, model: str, number: int) -> None:
+        while not self._stop.is_set():
+            sent = time.monotonic()
+            try:
+                reply = self._server.generate(
+                    model, timeout=45, text_input=f"{number}", max_tokens=12
+                )
+            except OSError as error:
+                self.errors.append(repr(error))
+                time.sleep(0.1)
+                continue
+            if reply.error:
+                self.errors.append(reply.error)
+                assert "timed out" not in reply.error
+                time.sleep(0.1)
+            else:
+                assert reply.text
+                self.good.append(sent)
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["preprocessing", "multimodal_encoders", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"],
+)
+def test_a_killed_model_process_under_load(victim: Any, model: str) -> None:
+    with Load(victim) as load:
+        old = victim.model_pid(model)
+        os.kill(old, signal.SIGKILL)
+        killed = time.monotonic()
+        load.wait_for_answers(8, since=killed + 1)
+    assert victim.model_pid(model) != old
+    assert victim.process.poll() is None
+
+
+def test_an_idle_model_process_is_reloaded_without_a_restart(victim: Any) -> None:
+    server, old = victim.server_pid(), victim.model_pid("tensorrt_llm")
+    os.kill(old, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while "text_output" not in (reply := victim.generate()).body:
+        assert time.monotonic() < deadline, reply
+        time.sleep(0.2)
+    assert victim.model_pid("tensorrt_llm") != old
+    assert victim.server_pid() == server
+
+
+def test_a_killed_server_under_load(victim: Any) -> None:
+    with Load(victim) as load:
+        old = victim.server_pid()
+        stubs = [victim.model_pid(model) for model in ("tensorrt_llm", "tensorrt_llm_bls")]
+        os.kill(old, signal.SIGKILL)
+        load.wait_for_answers(8, since=time.monotonic())
+    assert load.errors
+    assert victim.server_pid() != old
+    assert not any(Path(f"/proc/{pid}").exists() for pid in [old, *stubs])
+
+
+def test_a_supervisor_that_is_killed_takes_the_server_with_it(
+    start_server: Callable[..., Any], engine_dir: Path, tmp_path: Path
+) -> None:
+    server = start_server(engine_dir, tmp_path)
+    server.process.kill()
+    server.process.wait()
+    deadline = time.monotonic() + 20
+    while server.leftovers():
+        assert time.monotonic() < deadline, server.leftovers()
+        time.sleep(0.2)
