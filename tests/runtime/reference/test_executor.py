@@ -102,6 +102,16 @@ def test_a_closed_executor_says_so(make_engine, step_inputs):
         executor.step(step_inputs(engine.config))
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_step_may_ask_for_no_logits(make_engine, step_inputs, tp_size):
+    engine = make_engine(tp_size=tp_size)
+    inputs = step_inputs(engine.config)
+    none = dataclasses.replace(inputs, logit_rows=np.empty(0, np.int32))
+    executor = ReferenceExecutor(engine, PAGES)
+    assert executor.step(none).shape == (0, engine.config.vocab_size)
+    executor.close()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vision(make_engine, rng, dtype):
     engine = make_engine(dtype)
