@@ -227,5 +227,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bitwise equality, in which a NaN equals itself."""
     import torch
 
-    a, b = a.contiguous(), b.contiguous()
-    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
