@@ -162,6 +162,14 @@ def test_text_that_is_no_json(server: Any) -> None:
 
 
 def test_administration_needs_the_key(server: Any) -> None:
+    import tritonclient.grpc as grpcclient
+    from tritonclient.utils import InferenceServerException
+
+    with (
+        grpcclient.InferenceServerClient(server.info["grpc"]) as client,
+        pytest.raises(InferenceServerException, match="restricted"),
+    ):
+        client.unload_model("tensorrt_llm")
     url = f"http://{server.info['http']}/v2/repository/models/tensorrt_llm/unload"
     with pytest.raises(urllib.request.HTTPError) as caught:
         urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=10)

@@ -194,7 +194,7 @@ def test_errors_have_codes_and_travel_in_band() -> None:
         RequestError("x"): "INVALID_ARG",
         PreprocessError("x"): "INVALID_ARG",
         QueueFullError("x"): "UNAVAILABLE",
-        EngineClosedError("x"): "UNAVAILABLE",
+        EngineClosedError("x"): "INTERNAL",
         KeyError("x"): "INTERNAL",
     }
     for error, code in codes.items():

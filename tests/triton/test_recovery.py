@@ -19,8 +19,9 @@ pytestmark = pytest.mark.full
 def victim(
     start_server: Callable[..., Any], engine_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """A server of its own to kill; the last thing it has to do is to stop cleanly."""
-    server = start_server(engine_dir, tmp_path_factory.mktemp("victim"), "--probe_period", "1")
+    """A server of its own to kill; the last thing it has to do is to stop cleanly. It sends no
+    health request that would count as one in flight."""
+    server = start_server(engine_dir, tmp_path_factory.mktemp("victim"), "--probe_period", "600")
     yield server
     assert server.stop(signal.SIGTERM) == 0
     assert server.leftovers() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import http.client
 import json
 import re
@@ -12,11 +13,16 @@ PROBE = {"id": "health", "text_input": "ping", "max_tokens": 1, "apply_chat_temp
 
 
 class ApiError(RuntimeError):
-    """A call failed. `dead_model` names the model whose process is gone, if that is why."""
+    """A call failed.
 
-    def __init__(self, message: str, timed_out: bool = False) -> None:
+    `dead_model` names the model whose process is gone, if that is why; `busy` says that the
+    server takes no more requests for now.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool = False, status: int = 0) -> None:
         super().__init__(message)
         self.timed_out = timed_out
+        self.busy = status == http.HTTPStatus.SERVICE_UNAVAILABLE
         found = re.search(r"Stub process '(.+)_\d+_\d+' is not healthy", message)
         self.dead_model = found[1] if found else None
 
@@ -83,12 +89,11 @@ class ServerApi:
             answer = response.read()
         except (OSError, http.client.HTTPException) as error:
             timed_out = isinstance(error, TimeoutError)
-            raise ApiError(
-                f"{method} {path}: {error or type(error).__name__}", timed_out
-            ) from error
+            message = f"{method} {path}: {error or type(error).__name__}"
+            raise ApiError(message, timed_out=timed_out) from error
         finally:
             connection.close()
         if response.status != 200:
             text = answer.decode(errors="replace").strip()
-            raise ApiError(f"{method} {path}: {response.status} {text}")
+            raise ApiError(f"{method} {path}: {response.status} {text}", status=response.status)
         return answer

@@ -6,6 +6,7 @@ secret id, and a second call with `stop` and that id ends it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from m3trt.serve.sender import SafeSender
 from m3trt.serve.table import routes
 from m3trt.serve.texts import failure_in, postprocess
 from m3trt.serve.values import text
+
+logger = logging.getLogger(__name__)
 
 ENGINE = "tensorrt_llm"
 WATCH_S = 0.1
@@ -95,9 +98,12 @@ class BlsService:
             failure = failure_of(error)
         with self._lock:
             self._jobs.discard(job)
-        if failure is not None:
-            job.sender.send(error_response(failure), final=True)
-        job.sender.finish()
+        try:
+            if failure is not None:
+                job.sender.send(error_response(failure), final=True)
+            job.sender.finish()
+        except Exception:
+            logger.exception("request %s could not be ended", job.key)
         self._inflight.add(-1)
 
     def _generate(self, job: Job) -> RequestFailure | None:
@@ -148,5 +154,11 @@ class BlsService:
             for job in jobs:
                 job.cancelled = job.cancelled or job.sender.cancelled()
                 if job.cancelled:
-                    for _ in stream(ENGINE, stop, ["output_ids"], job.key):
-                        pass
+                    self._stop_engine(stop, job.key)
+
+    def _stop_engine(self, arrays: Arrays, key: str) -> None:
+        try:
+            for _ in stream(ENGINE, arrays, ["output_ids"], key):
+                pass
+        except CallError as error:
+            logger.warning("request %s could not be cancelled: %s", key, error)

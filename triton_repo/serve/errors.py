@@ -22,8 +22,10 @@ class RequestFailure:
 
 def failure_of(error: Exception) -> RequestFailure:
     """What a client is told about `error`."""
-    if isinstance(error, QueueFullError | EngineClosedError):
+    if isinstance(error, QueueFullError):
         return RequestFailure(UNAVAILABLE, str(error))
+    if isinstance(error, EngineClosedError):
+        return RequestFailure(INTERNAL, str(error))
     if isinstance(error, RequestError | PreprocessError):
         return RequestFailure(INVALID_ARG, str(error))
     return RequestFailure(INTERNAL, f"{type(error).__name__}: {error}")

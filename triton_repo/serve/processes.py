@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import time
-from collections import Counter
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -27,37 +26,31 @@ def end_with_parent() -> None:
 
 def group_members(group: int) -> list[int]:
     """Living processes of a process group."""
-    return [pid for pid, pgrp, state in _processes() if pgrp == group and state not in "ZX"]
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and is_member(name, group)]
 
 
-def _processes() -> list[tuple[int, int, str]]:
-    """(pid, process group, state) of every process."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found.append((int(entry), int(fields[2]), fields[0]))
-    return found
+def is_member(pid: int | str, group: int) -> bool:
+    """Whether process `pid` lives and belongs to `group`."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(fields[2]) == group and fields[0] not in "ZX"
 
 
-def model_processes(group: int, repository: Path) -> Counter[str]:
-    """How many processes each model of `repository` has in `group`."""
-    counts: Counter[str] = Counter()
+def model_processes(group: int, repository: Path) -> dict[int, str]:
+    """The processes in `group` that run a model of `repository`, and which one."""
+    found = {}
     for pid in group_members(group):
         try:
-            arguments = Path("/proc", str(pid), "cmdline").read_bytes().decode().split("\0")
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         except (OSError, UnicodeDecodeError):
             continue
         for argument in arguments:
             path = Path(argument)
             if path.name == "model.py" and repository in path.parents:
-                counts[path.relative_to(repository).parts[0]] += 1
-                break
-    return counts
+                found[pid] = path.relative_to(repository).parts[0]
+    return found
 
 
 def kill_group(group: int, timeout_s: float = 10.0) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from m3trt.serve.binary import ServeError, backend_flags, model_environment
 from m3trt.serve.ports import Ports
 from m3trt.serve.processes import (
     end_with_parent,
+    is_member,
     kill_group,
     model_processes,
     reap,
@@ -64,6 +66,7 @@ class TritonServer:
         self.options = options
         self._shm_prefix = f"m3trt_{os.getpid()}_"
         self._process: subprocess.Popen[bytes] | None = None
+        self._models: dict[int, str] = {}
 
     @property
     def pid(self) -> int:
@@ -110,9 +113,16 @@ class TritonServer:
                 raise ServeError(f"the first request failed: {error}{self.tail()}") from error
         return True
 
+    def find_processes(self) -> None:
+        """Look up the model processes that `missing_models` is to watch."""
+        self._models = model_processes(self.pid, self.options.repository)
+
     def missing_models(self, expected: Sequence[str]) -> list[str]:
         """Models of `expected` without a living process; name them once per process."""
-        found = model_processes(self.pid, self.options.repository)
+        if all(is_member(pid, self.pid) for pid in self._models):
+            return []
+        self.find_processes()
+        found = Counter(self._models.values())
         return sorted({name for name in expected if found[name] < expected.count(name)})
 
     def reload(self, model: str, timeout_s: float) -> None:

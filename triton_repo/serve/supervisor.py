@@ -81,6 +81,7 @@ class Supervisor:
                     f" (--ready_timeout){self.server.tail()}"
                 )
         self._started = time.monotonic()
+        self.server.find_processes()
         self._schedule_probe()
 
     def watch(self, until: Callable[[], bool] = lambda: False) -> None:
@@ -125,12 +126,14 @@ class Supervisor:
             if time.monotonic() - self._started > STABLE_S:
                 self._failures = 0
             return
-        if isinstance(error, ApiError) and error.dead_model:
+        if not isinstance(error, ApiError):
+            raise error
+        if error.dead_model:
             self._replace([error.dead_model])
-        elif isinstance(error, ApiError) and error.timed_out and steps is not None:
+        elif error.timed_out and steps is not None:
             if steps == before:
                 self._restart(f"the engine stands still: {error}")
-        elif "429" not in str(error) and "503" not in str(error):
+        elif not error.busy:
             self._restart(f"a health request failed: {error}")
 
     def _replace(self, models: list[str]) -> None:
@@ -147,6 +150,7 @@ class Supervisor:
         except ApiError as error:
             self._restart(f"{models} could not be reloaded: {error}")
             return
+        self.server.find_processes()
         logger.info("reloaded %s", models)
         self._schedule_probe()
 
