@@ -83,7 +83,7 @@ engine: .venv/models/.done $(if $(filter out/tiny,$(MODEL_DIR)),out/tiny/config.
 
 demo: setup out/libm3_plugins.so ## From nothing to answers on a machine with no GPU: two questions to a real server
 	@$(MAKE) --no-print-directory engine
-	$(MODELS) -m m3trt.serve --engine_dir out/engine --http_port 0 --run $(CLIENT) -m m3trt.serve.demo
+	$(MODELS) -m m3trt.serve --engine_dir out/engine --http_port 0 --run $(CLIENT) triton_repo/serve/demo.py
 
 serve: setup out/libm3_plugins.so ## Serve OUTPUT until Ctrl-C
 	@[ -e $(OUTPUT)/config.json ] || $(MAKE) --no-print-directory engine
