@@ -6,9 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from m3trt.serve.__main__ import main
@@ -89,23 +87,3 @@ def test_an_interrupt_while_starting(tmp_path: Path, engine_dir: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     assert not list(Path("/dev/shm").glob(f"m3trt_{process.pid}_*"))
-
-
-@pytest.mark.full
-def test_a_float32_engine(
-    start_server: Callable[..., Any],
-    make_engine: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """Image features travel as FP32 then; two processes prepare prompts."""
-    folder = tmp_path_factory.mktemp("float32")
-    count = "preprocessing_instance_count=2"
-    server = start_server(make_engine("float32"), folder, "--set", count)
-    from m3trt.serve.demo import draw_picture
-
-    pixels = draw_picture(70)[None, None]
-    answers = [server.stream(m, image_bytes_input=pixels) for m in ("ensemble", "tensorrt_llm_bls")]
-    assert answers[0].text == answers[1].text
-    assert answers[0].text != server.generate().text
-    assert server.stop(signal.SIGTERM) == 0
-    assert server.leftovers() == []

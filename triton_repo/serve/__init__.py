@@ -1,0 +1,1 @@
+"""Serving with Triton: repository generator, supervisor, and the logic of the model files."""
