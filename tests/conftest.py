@@ -7,6 +7,24 @@ import sys
 
 import pytest
 
+LEVELS = ("smoke", "full", "slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test one level, the nearest: `full` on a function overrides its file's `smoke`."""
+    nearest = {
+        item: next((mark for mark in item.iter_markers() if mark.name in LEVELS), None)
+        for item in items
+    }
+    if unmarked := [item.nodeid for item, mark in nearest.items() if mark is None]:
+        raise pytest.UsageError(f"tests without one of the markers {LEVELS}: {unmarked}")
+    for node in {node for item in items for node in item.listchain()}:
+        node.own_markers[:] = [mark for mark in node.own_markers if mark.name not in LEVELS]
+    for item, mark in nearest.items():
+        if mark is not None:
+            item.add_marker(mark.name)
+
 
 @pytest.fixture(scope="session")
 def importable_torchvision() -> None:
