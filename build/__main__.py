@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from m3trt.build.configuration import DEFAULT_MULTIMODAL_LEN
 from m3trt.build.library import PLUGIN_LIBRARY, RTX_COMPUTE_CAPABILITIES, RUNTIMES
+from m3trt.convert.interrupt import EXIT_CODE, interruptible
 
 LOG_LEVELS = {
     "error": logging.ERROR,
@@ -81,21 +80,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build; returns 0, 1 after an error that it has printed, or 130 after Ctrl-C."""
+    """Build; returns 0, 1 after an error that it has printed, or 130 when interrupted."""
     cli = parser()
     options = cli.parse_args(argv)
     if options.workers < 1:
         cli.error(f"--workers {options.workers}, expected at least 1")
     logging.basicConfig(level=LOG_LEVELS[options.log_level], format="%(levelname)s %(message)s")
-    signal.signal(signal.SIGTERM, _stop)
     try:
-        return _build(options)
+        with interruptible():
+            return _build(options)
     except (ValueError, RuntimeError, OSError) as error:
         logging.debug("failed", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        print("interrupted: nothing was written", file=sys.stderr)
+        return EXIT_CODE
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -142,11 +142,6 @@ def _integers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers like 80,120") from None
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    """Leave through the exception handlers, which remove what is half written."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ from m3trt.build.profiles import (
 from m3trt.build.targets import choose_targets
 from m3trt.build.vision_network import build_vision_network
 from m3trt.build.workers import build_all
-from m3trt.convert.checkpoint import COPIED_FILES, new_directory
+from m3trt.convert.checkpoint import COPIED_FILES
 from m3trt.convert.configuration import M3Config
+from m3trt.convert.directory import new_directory
 
 logger = logging.getLogger(__name__)
 

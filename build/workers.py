@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from m3trt.build.builder import BuildError, BuildReport, EngineTask, build_engine
+from m3trt.convert.interrupt import uninterrupted
 
 Running = dict[int, tuple[EngineTask, SpawnProcess, Connection]]
 
@@ -42,14 +44,16 @@ def build_all(
                 task, process, receiver = running.pop(sentinel)
                 on_done(task, _result(task, process, receiver))
     finally:
-        for _, process, _ in running.values():
-            process.terminate()
-            process.join()
+        with uninterrupted():
+            for _, process, _ in running.values():
+                process.terminate()
+                process.join()
 
 
 def _run(
     build: Callable[[EngineTask], BuildReport], task: EngineTask, level: int, sender: Connection
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
     logging.basicConfig(level=level, format=f"{task.name}: %(levelname)s %(message)s")
     try:
         sender.send(build(task))

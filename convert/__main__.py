@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+
+from m3trt.convert.interrupt import EXIT_CODE, interruptible
 
 logger = logging.getLogger(__name__)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+MAX_WORKERS = 64
+"""Each holds up to 30 MB."""
+
+
+def _number(most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {most}")
+        return int(text)
+
+    return parse
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,8 +36,18 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model_dir", type=Path, required=True, help="Hugging Face checkpoint to read")
     add("--output_dir", type=Path, default="tllm_checkpoint", help="directory to create")
-    add("--tp_size", type=_positive, default=1, help="tensor-parallel ranks to cut the weights for")
-    add("--workers", type=_positive, default=4, help="threads that read, convert and write")
+    add(
+        "--tp_size",
+        type=_number(1024),
+        default=1,
+        help="tensor-parallel ranks to cut the weights for",
+    )
+    add(
+        "--workers",
+        type=_number(MAX_WORKERS),
+        default=4,
+        help="threads that read, convert and write",
+    )
     add(
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
@@ -51,32 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=arguments.log_level.upper(), format="%(levelname)s %(message)s"
     )
-    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _convert(arguments)
+        with interruptible():
+            return _convert(arguments)
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
-        return 130
+        return EXIT_CODE
     except (ValueError, OSError) as error:
         logger.debug("where it happened", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from m3trt.convert.checkpoint import (
-        check_output,
-        check_space,
-        new_directory,
-        write_config,
-        write_weights,
-    )
+    from m3trt.convert.checkpoint import check_space, write_config, write_weights
+    from m3trt.convert.directory import check_output, new_directory
     from m3trt.convert.hf_config import load_source
     from m3trt.convert.plan import make_plan
     from m3trt.convert.progress import peak_rss_bytes

@@ -1,4 +1,4 @@
-"""Writes a checkpoint directory: one pass over the source, all ranks at once, all or nothing.
+"""Fills a checkpoint directory: one pass over the source, all ranks at once.
 
 Every worker takes a source tensor, reads it in slices of a few megabytes, converts them and writes
 each rank's share to its place, so memory does not grow with the checkpoint or with the ranks.
@@ -10,9 +10,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -38,37 +37,6 @@ COPIED_FILES = (
     "video_preprocessor_config.json",
     "special_tokens_map.json",
 )
-
-
-def check_output(output_dir: Path) -> None:
-    """Raise ConvertError if anything is already there."""
-    if os.path.lexists(output_dir):
-        raise ConvertError(f"{output_dir} already exists: remove it or choose another --output_dir")
-
-
-@contextmanager
-def new_directory(output_dir: Path) -> Iterator[Path]:
-    """A directory beside `output_dir` that takes its name at the end, or vanishes on any error."""
-    check_output(output_dir)
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = output_dir.parent / f".{output_dir.name}.partial-{os.getpid()}"
-    partial.mkdir()
-    try:
-        yield partial
-        check_output(output_dir)
-        partial.rename(output_dir)
-        _sync_directory(output_dir.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_config(model_dir: Path, directory: Path, config: M3Config) -> None:

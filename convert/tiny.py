@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from m3trt.convert.directory import new_directory
+from m3trt.convert.interrupt import EXIT_CODE, interruptible
 from m3trt.convert.tiny_config import GEOMETRIES, quantization_config, tiny_config
 from m3trt.convert.tiny_tokenizer import head_bias, train_tokenizer, write_tokenizer_files
 from m3trt.convert.tiny_weights import ConstantChannel, draw, plan_tensors, quantise_mxfp8
@@ -42,26 +43,18 @@ def write_tiny_checkpoint(
 
     Raises:
         ValueError: unknown geometry or dtype.
-        FileExistsError: `output_dir` exists and is not empty.
+        ConvertError: `output_dir` exists.
     """
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}, expected one of {sorted(DTYPES)}")
     config = tiny_config(geometry, dtype)
     if mxfp8:
         config["quantization_config"] = quantization_config(config["text_config"])
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise FileExistsError(f"{output_dir} exists and is not empty: remove it or name another")
-    partial = output_dir.with_name(output_dir.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        constant = _write_text_side(partial, config["text_config"]["vocab_size"], geometry)
+    with new_directory(output_dir) as directory:
+        constant = _write_text_side(directory, config["text_config"]["vocab_size"], geometry)
         tensors = _tensors(config, seed, DTYPES[dtype], mxfp8, constant)
-        _write_shards(partial, dict(tensors), num_shards)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        partial.rename(output_dir)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _write_shards(directory, dict(tensors), num_shards)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_text_side(output_dir: Path, vocab_size: int, geometry: str) -> ConstantChannel | None:
@@ -115,16 +108,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Write a tiny random MiniMax-M3 checkpoint.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--output_dir", type=Path, required=True, help="new or empty directory")
+    parser.add_argument("--output_dir", type=Path, required=True, help="new directory")
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="demo", help="sizes")
     parser.add_argument("--seed", type=int, default=0, help="seed of all weights")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="weight type")
     parser.add_argument("--mxfp8", action="store_true", help="quantise text linears to MXFP8")
     args = parser.parse_args(argv)
     try:
-        write_tiny_checkpoint(
-            args.output_dir, args.geometry, args.seed, dtype=args.dtype, mxfp8=args.mxfp8
-        )
+        with interruptible():
+            write_tiny_checkpoint(
+                args.output_dir, args.geometry, args.seed, dtype=args.dtype, mxfp8=args.mxfp8
+            )
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return EXIT_CODE
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

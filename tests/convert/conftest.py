@@ -57,6 +57,22 @@ def convert(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[...,
     return run
 
 
+@pytest.fixture
+def fails(convert: Callable[..., Any], tmp_path: Path) -> Callable[..., str]:
+    """Run the command, expect failure and no trace of an output; returns the message."""
+
+    def run(source: Path, *flags: str, **options: Path) -> str:
+        before = sorted(path.name for path in tmp_path.iterdir())
+        result = convert(source, *flags, **options)
+        assert result.code == 1
+        assert result.out == ""
+        assert "Traceback" not in result.err
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        return str(result.err)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def load_tensors() -> Callable[[Path], Arrays]:
     """All tensors of a file (or of a source directory) as arrays."""

@@ -104,7 +104,16 @@ def test_progress_lines(
     assert re.search(line, result.err)
 
 
-@pytest.mark.parametrize("flags", [["--tp_size", "0"], ["--dtype", "int8"], ["--workers", "-1"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tp_size", "0"],
+        ["--tp_size", "x"],
+        ["--dtype", "int8"],
+        ["--workers", "-1"],
+        ["--workers", "65"],
+    ],
+)
 def test_wrong_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--model_dir", "x", "--output_dir", "y", *flags])

@@ -190,7 +190,7 @@ class TestFailures:
     ) -> None:
         (tmp_path / "file").touch()
         assert main(["--output_dir", str(tmp_path)]) == 1
-        assert "is not empty: remove it" in capsys.readouterr().err
+        assert "already exists: remove it" in capsys.readouterr().err
         assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
     def test_nothing_half_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,12 +74,23 @@ def test_killed_build_leaves_no_engine_directory(checkpoint, tmp_path, number):
         "tensorrt_rtx",
     ]
     with subprocess.Popen(
-        [sys.executable, "-c", script, *options], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored in the background
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "building\n"
         process.send_signal(number)
-        assert process.wait(30) != 0
+        _, errors = process.communicate(timeout=30)
     assert not output.exists()
-    if number != signal.SIGKILL:
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        assert process.returncode == 130
+        assert errors.endswith("interrupted: nothing was written\n")
+        assert "Traceback" not in errors
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
