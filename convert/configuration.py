@@ -19,9 +19,33 @@ WEIGHT_LAYOUT = 1
 MAX_TENSOR_ELEMENTS = 2**31 - 1
 """TensorRT silently miscomputes on bindings of 2**31 elements or more, so none may exist."""
 
+MAX_FLOAT = 3.4e38
+"""What fp32 holds."""
+
+
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096
+"""Far above any model; a config that asks for more would only fill the memory with its plans."""
+
 
 class ConfigError(ValueError):
     """A configuration value is missing, unknown or contradicts another one."""
+
+
+def check_number(name: str, found: Any, kind: type[int] | type[float], allow_zero: bool) -> None:
+    """Refuse anything but a positive number of type `kind` that an engine's int32 or fp32 holds.
+
+    Raises:
+        ConfigError: says what `name` is and what was expected.
+    """
+    shown = f"{name} is {found!r:.60}"
+    accepted = (int,) if kind is int else (int, float)
+    if isinstance(found, bool) or not isinstance(found, accepted) or found != found:
+        raise ConfigError(f"{shown}, expected {kind.__name__}")
+    if found < 0 or (found == 0 and not allow_zero):
+        raise ConfigError(f"{shown}, expected {'at least 0' if allow_zero else 'more than 0'}")
+    largest = MAX_TENSOR_ELEMENTS if kind is int else MAX_FLOAT
+    if found > largest:
+        raise ConfigError(f"{shown}, expected {kind.__name__} up to {largest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +156,14 @@ class M3Config:
         self._check_tp()
 
     def _check_ranges(self) -> None:
-        sparse, moe = self.sparse_attention, self.moe
+        sparse, moe, vision = self.sparse_attention, self.moe, self.vision
+        for name, count, most in (
+            ("num_hidden_layers", self.num_hidden_layers, MAX_LAYERS),
+            ("vision.num_hidden_layers", vision.num_hidden_layers if vision else 0, MAX_LAYERS),
+            ("moe.num_experts", moe.num_experts, MAX_EXPERTS),
+        ):
+            if count > most:
+                raise ConfigError(f"{name} is {count}, expected at most {most}")
         narrowest = min(self.head_size, sparse.index_head_size)
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= narrowest:
             raise ConfigError(
@@ -146,7 +177,6 @@ class M3Config:
             )
         if moe.top_k > moe.num_experts:
             raise ConfigError(f"moe.top_k is {moe.top_k}, expected at most {moe.num_experts}")
-        vision = self.vision
         if vision and (vision.hidden_size % vision.num_attention_heads or vision.head_size < 6):
             raise ConfigError(
                 f"vision.hidden_size {vision.hidden_size} over {vision.num_attention_heads} heads:"
@@ -241,9 +271,11 @@ class M3Config:
         data["tp_size"] = mapping["tp_size"]
         for key in ("sparse_layers", "moe_layers"):
             flags = data.get(key)
-            if not isinstance(flags, list):
-                raise ConfigError(f"{key} is {flags!r}, expected a list with one entry per layer")
-            data[key] = tuple(bool(x) for x in flags)
+            if not isinstance(flags, list) or not all(isinstance(flag, bool) for flag in flags):
+                raise ConfigError(
+                    f"{key} is {flags!r:.80}, expected a list with true or false for each layer"
+                )
+            data[key] = tuple(flags)
         data["sparse_attention"] = _strict(SparseAttentionConfig, data.get("sparse_attention"))
         data["moe"] = _strict(MoeConfig, data.get("moe"))
         if data.get("vision") is not None:
@@ -256,11 +288,11 @@ class M3Config:
         path = checkpoint_dir / "config.json"
         try:
             return cls.from_json(json.loads(path.read_text()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"{path} does not exist: expected a directory written by m3trt.convert"
             ) from None
-        except (json.JSONDecodeError, ConfigError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
 
@@ -268,11 +300,19 @@ _T = TypeVar("_T")
 
 
 def _strict(cls: type[_T], data: Any) -> _T:
-    """Build dataclass `cls` from a dict; missing and unknown keys are errors that name them."""
+    """Build dataclass `cls` from a dict; missing, unknown and mistyped keys are errors."""
     if not isinstance(data, dict):
         raise ConfigError(f"expected an object for {cls.__name__}, found {data!r}")
-    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown, missing = sorted(data.keys() - names), sorted(names - data.keys())
+    types = {f.name: f.type for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown, missing = sorted(data.keys() - types.keys()), sorted(types.keys() - data.keys())
     if unknown or missing:
         raise ConfigError(f"{cls.__name__}: unknown keys {unknown}, missing keys {missing}")
+    for name, kind in types.items():
+        if kind in ("int", "float"):
+            zero = name.endswith("_token_id") or name == "init_blocks"
+            check_number(
+                f"{cls.__name__}: {name}", data[name], int if kind == "int" else float, zero
+            )
+        elif kind == "str" and not isinstance(data[name], str):
+            raise ConfigError(f"{cls.__name__}: {name} is {data[name]!r:.60}, expected a string")
     return cls(**data)

@@ -6,7 +6,6 @@ Every value comes from the file. Where two spellings stand side by side they hav
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from m3trt.convert.configuration import (
     MoeConfig,
     SparseAttentionConfig,
     VisionConfig,
+    check_number,
 )
 from m3trt.convert.hf_keys import (
     DEFAULT_TOKENS,
@@ -124,9 +124,9 @@ def parse_config(
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path} does not exist: expected a Hugging Face checkpoint") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a {type(data).__name__}, expected an object")
@@ -162,12 +162,7 @@ def _number(
     allow_zero: bool = False,
 ) -> Any:
     found = _agree(data, keys)
-    accepted = (int,) if kind is int else (int, float)
-    if isinstance(found, bool) or not isinstance(found, accepted) or not math.isfinite(found):
-        raise ConfigError(f"{' or '.join(keys)} is {found!r}, expected {kind.__name__}")
-    if found < 0 or (found == 0 and not allow_zero):
-        limit = "at least 0" if allow_zero else "more than 0"
-        raise ConfigError(f"{' or '.join(keys)} is {found!r}, expected {limit}")
+    check_number(" or ".join(keys), found, kind, allow_zero)
     return kind(found)
 
 

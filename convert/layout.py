@@ -50,11 +50,15 @@ def rank_tensors(config: M3Config) -> dict[str, TensorSpec]:
             tensors |= _moe(config, prefix)
         else:
             tensors |= _mlp(config, f"{prefix}.mlp", config.intermediate_size)
+    return _checked(tensors, "use a larger tp_size")
+
+
+def _checked(tensors: dict[str, TensorSpec], advice: str) -> dict[str, TensorSpec]:
     for name, spec in tensors.items():
         if prod(spec.shape) > MAX_TENSOR_ELEMENTS:
             raise ConfigError(
                 f"{name} would be {list(spec.shape)}, {prod(spec.shape)} elements; TensorRT takes"
-                f" at most {MAX_TENSOR_ELEMENTS}: use a larger tp_size"
+                f" at most {MAX_TENSOR_ELEMENTS}: {advice}"
             )
     return tensors
 
@@ -112,7 +116,11 @@ def expert_stack(prefix: str, part: int, parts: int) -> str:
 
 
 def vision_tensors(config: M3Config) -> dict[str, TensorSpec]:
-    """The tensors of `vision.safetensors`, the same for all ranks; empty without a vision tower."""
+    """The tensors of `vision.safetensors`, the same for all ranks; empty without a vision tower.
+
+    Raises:
+        ConfigError: a tensor would have 2**31 elements or more.
+    """
     vision = config.vision
     if vision is None:
         return {}
@@ -125,13 +133,13 @@ def vision_tensors(config: M3Config) -> dict[str, TensorSpec]:
     }
     for layer in range(vision.num_hidden_layers):
         tensors |= _vision_layer(vision, f"vision.layers.{layer}", dtype)
-    return {
-        **tensors,
+    tensors |= {
         **_affine("vision.projector.fc", (projector, hidden), dtype),
         **_affine("vision.projector.proj", (features, projector), dtype),
         **_affine("vision.merger.fc", (projector, merged), dtype),
         **_affine("vision.merger.proj", (features, projector), dtype),
     }
+    return _checked(tensors, "correct vision_config")
 
 
 def _vision_layer(vision: VisionConfig, prefix: str, dtype: str) -> dict[str, TensorSpec]:

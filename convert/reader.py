@@ -74,10 +74,10 @@ def read_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConvertError(f"{path}: expected JSON with a weight_map, found {error!r}") from error
     if not isinstance(weight_map, dict):
-        raise ConvertError(f"{path}: weight_map is {weight_map!r}, expected an object")
+        raise ConvertError(f"{path}: weight_map is {weight_map!r:.80}, expected an object")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise ConvertError(f"{path}: {name} is in {shard!r}, expected a plain file name")
@@ -115,11 +115,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{repeated!r} occurs twice")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} occurs twice")
+        found[key] = value
+    return found
 
 
 def _locate(

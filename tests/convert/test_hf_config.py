@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from m3trt.convert.configuration import ConfigError, M3Config
 from m3trt.convert.hf_config import load_source, parse_config
+from m3trt.convert.plan import layout_files
 from m3trt.convert.tiny_config import tiny_config
 
 pytestmark = pytest.mark.smoke
@@ -84,9 +86,11 @@ def test_released_values(released: dict[str, Any]) -> None:
     assert M3Config.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
+@pytest.mark.full
 def test_transformers_really_saves_that_spelling(tmp_path: Path) -> None:
     """Its own class reads our released spelling, writes the other one, and both mean the same."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     data = tiny_config("small")
     transformers.CONFIG_MAPPING["minimax_m3_vl"](**copy.deepcopy(data)).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -140,6 +144,10 @@ REMOVED = object()
         ("text_config.hidden_size", True, "hidden_size is True, expected int"),
         ("text_config.num_local_experts", 0, "num_local_experts is 0, expected more than 0"),
         ("text_config.rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
+        ("text_config.rope_theta", 10**400, "expected float up to 3.4e+38"),
+        ("text_config.hidden_size", 2**31, "is 2147483648, expected int up to 2147483647"),
+        ("text_config.num_local_experts", 10**6, "num_experts is 1000000, expected at most 4096"),
+        ("vision_config.num_hidden_layers", 10**9, "vision.num_hidden_layers is 1000000000"),
         ("text_config.moe_layer_freq", [0, 1], "has 2 entries, expected one for each of 60"),
         ("text_config.moe_layer_freq", 1, "moe_layer_freq has 1, expected"),
         ("text_config.moe_layer_freq", [2] * 60, "moe_layer_freq[0] is 2"),
@@ -179,6 +187,35 @@ def test_refuses(released: dict[str, Any], key: str, value: Any, message: str) -
         parse_config(released, {}, tp_size=2)
 
 
+WRONG = (None, "8", True, -1, 0, 1.5, 2**40, 10**400, float("inf"), 1e300, [], [[1]], {"a": 1})
+
+
+def settings(section: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    for name, value in list(section.items()):
+        yield section, name
+        if isinstance(value, dict):
+            yield from settings(value)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["source", "checkpoint"])
+def test_no_value_escapes_as_another_error(checkpoint: bool) -> None:
+    """Whatever stands where: a ConfigError, or a model whose tensors can be listed."""
+    data = tiny_config("small")
+    if checkpoint:
+        data = parse_config(data, {}).to_json()
+    refused = 0
+    for section, name in settings(data):
+        right = section[name]
+        for value in WRONG:
+            section[name] = value
+            try:
+                layout_files(M3Config.from_json(data) if checkpoint else parse_config(data, {}))
+            except ConfigError:
+                refused += 1
+        section[name] = right
+    assert refused > 300
+
+
 @pytest.mark.parametrize("tp_size", [3, 128])
 def test_refuses_rank_counts_that_do_not_divide(released: dict[str, Any], tp_size: int) -> None:
     with pytest.raises(ConfigError, match=f"tp_size {tp_size} does not divide"):
@@ -205,7 +242,13 @@ def test_refuses_other_quantisation(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{", "not valid JSON"), (b"\xff", "not valid JSON"), (b"[]", "holds a list")],
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
+        (b"[]", "holds a list"),
+    ],
 )
 def test_unreadable_file(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
@@ -220,6 +263,11 @@ def test_unreadable_file(tmp_path: Path, content: bytes, message: str) -> None:
         ({"surprise": 1}, "unknown keys ['surprise']"),
         ({"moe": {}}, "MoeConfig: unknown keys [], missing keys"),
         ({"vision": 3}, "expected an object for VisionConfig"),
+        ({"num_attention_heads": "64"}, "num_attention_heads is '64', expected int"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected more than 0"),
+        ({"norm_epsilon": math.nan}, "norm_epsilon is nan, expected float"),
+        ({"hidden_act": 1}, "hidden_act is 1, expected a string"),
+        ({"moe_layers": ["false"] * 60}, "expected a list with true or false for each layer"),
     ],
 )
 def test_checkpoint_config_is_strict(

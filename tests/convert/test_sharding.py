@@ -148,7 +148,7 @@ def test_small_slices_and_expert_parts_change_nothing(
     assert convert(tiny(), "--tp_size", "2", output=tmp_path / "whole").code == 0
     monkeypatch.setattr("m3trt.convert.checkpoint.SLICE_ELEMENTS", 200)
     monkeypatch.setattr("m3trt.convert.configuration.MAX_TENSOR_ELEMENTS", 128 * 128 - 1)
-    monkeypatch.setattr("m3trt.convert.layout.MAX_TENSOR_ELEMENTS", 512 * 64)
+    monkeypatch.setattr("m3trt.convert.layout.MAX_TENSOR_ELEMENTS", 1024 * 64)
     assert convert(tiny(), "--tp_size", "2", output=tmp_path / "parts").code == 0
     for rank in ("rank0", "rank1"):
         whole = load_tensors(tmp_path / "whole" / f"{rank}.safetensors")
