@@ -35,7 +35,7 @@ class FakeServer:
 
     def start(self) -> None:
         self.calls.append("start")
-        self.code = None
+        self.code = self.probe_error = None
 
     def check_ready(self) -> bool:
         if self.calls.count("start") > self.starts:

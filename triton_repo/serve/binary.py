@@ -67,7 +67,8 @@ def model_environment() -> dict[str, str]:
     """Environment in which the server's model processes use this interpreter's packages.
 
     A model process finds its environment by the `python3` on PATH and needs the shared library of
-    the same interpreter.
+    the same interpreter. NumPy gets one thread a process unless OPENBLAS_NUM_THREADS says
+    otherwise: several processes with spinning threads starve each other.
     """
     environment = dict(os.environ)
     binaries = str(Path(sys.prefix) / "bin")
@@ -76,5 +77,6 @@ def model_environment() -> dict[str, str]:
     if libraries and Path(libraries, sysconfig.get_config_var("INSTSONAME") or "-").exists():
         paths = [libraries, environment.get("LD_LIBRARY_PATH", "")]
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in paths if path)
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     environment.pop("PYTHONHOME", None)
     return environment

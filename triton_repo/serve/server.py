@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from m3trt.serve.api import ApiError, ServerApi
+from m3trt.serve.api import ServerApi
 from m3trt.serve.binary import ServeError, backend_flags, model_environment
 from m3trt.serve.ports import Ports
 from m3trt.serve.processes import (
@@ -94,7 +94,7 @@ class TritonServer:
         return -1 if self._process is None else self._process.poll()
 
     def check_ready(self) -> bool:
-        """Whether both entries answer a real request.
+        """Whether server and models say that they are ready.
 
         Raises:
             ServeError: the process ended.
@@ -104,14 +104,7 @@ class TritonServer:
             raise ServeError(
                 f"tritonserver ended with code {code} before it was ready{self.tail()}"
             )
-        if not self.options.api.ready():
-            return False
-        for model in ENTRIES:
-            try:
-                self.options.api.probe(model, self.options.ready_timeout_s)
-            except ApiError as error:
-                raise ServeError(f"the first request failed: {error}{self.tail()}") from error
-        return True
+        return self.options.api.ready()
 
     def find_processes(self) -> None:
         """Look up the model processes that `missing_models` is to watch."""

@@ -58,7 +58,7 @@ class Supervisor:
         self._probe_timeout_s = probe_timeout_s
         self._failures = 0
         self._started = 0.0
-        self._probes = ThreadPoolExecutor(1, thread_name_prefix="m3-probe")
+        self._calls = ThreadPoolExecutor(4, thread_name_prefix="m3-call")
         self._probe: Future[None] | None = None
         self._next_probe = 0.0
         self._steps: float | None = None
@@ -71,8 +71,20 @@ class Supervisor:
             Interrupted: `stop` was set.
         """
         self.server.start()
-        deadline = time.monotonic() + self.server.options.ready_timeout_s
-        while not self.server.check_ready():
+        limit = self.server.options.ready_timeout_s
+        deadline = time.monotonic() + limit
+        self._wait(self.server.check_ready, deadline)
+        first = self._calls.submit(self._ask, limit)
+        self._wait(lambda: first.done() or not self.server.check_ready(), deadline)
+        if not first.done() or first.exception() is not None:
+            error = first.exception() if first.done() else "the server is no longer ready"
+            raise ServeError(f"the first request failed: {error}{self.server.tail()}")
+        self._started = time.monotonic()
+        self.server.find_processes()
+        self._schedule_probe()
+
+    def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
+        while not condition():
             if self._stop.wait(0.1):
                 raise Interrupted
             if time.monotonic() > deadline:
@@ -80,9 +92,6 @@ class Supervisor:
                     f"the server was not ready after {self.server.options.ready_timeout_s:g} s"
                     f" (--ready_timeout){self.server.tail()}"
                 )
-        self._started = time.monotonic()
-        self.server.find_processes()
-        self._schedule_probe()
 
     def watch(self, until: Callable[[], bool] = lambda: False) -> None:
         """Supervise until `stop` is set or `until` says so.
@@ -99,7 +108,7 @@ class Supervisor:
     def close(self) -> None:
         """Stop the server and clean up."""
         self.server.stop()
-        self._probes.shutdown(wait=False, cancel_futures=True)
+        self._calls.shutdown(wait=False, cancel_futures=True)
 
     def _tick(self) -> None:
         code = self.server.exit_code()
@@ -110,11 +119,11 @@ class Supervisor:
         elif self._probe is not None and self._probe.done():
             self._judge(self._probe)
         elif self._probe is None and time.monotonic() >= self._next_probe:
-            self._probe = self._probes.submit(self._ask)
+            self._probe = self._calls.submit(self._ask, self._probe_timeout_s)
 
-    def _ask(self) -> None:
+    def _ask(self, timeout_s: float) -> None:
         for model in ENTRIES:
-            self.server.options.api.probe(model, self._probe_timeout_s)
+            self.server.options.api.probe(model, timeout_s)
 
     def _judge(self, probe: Future[None]) -> None:
         """A probe that timed out while the engine stepped on only says that the server is busy."""
@@ -144,15 +153,20 @@ class Supervisor:
             self._restart(f"process of {models} died with {stuck} requests in flight")
             return
         logger.warning("process of %s died: reloading", models)
-        try:
-            for model in models:
-                self.server.reload(model, RELOAD_TIMEOUT_S)
-        except ApiError as error:
+        reload = self._calls.submit(self._reload, models)
+        while not reload.done():
+            if self._stop.wait(0.1):
+                raise Interrupted
+        if (error := reload.exception()) is not None:
             self._restart(f"{models} could not be reloaded: {error}")
             return
         self.server.find_processes()
         logger.info("reloaded %s", models)
         self._schedule_probe()
+
+    def _reload(self, models: list[str]) -> None:
+        for model in models:
+            self.server.reload(model, RELOAD_TIMEOUT_S)
 
     def _restart(self, reason: str) -> None:
         """Start a new server, again with growing pauses while that fails.
