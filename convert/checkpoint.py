@@ -39,11 +39,16 @@ COPIED_FILES = (
 )
 
 
-def write_config(model_dir: Path, directory: Path, config: M3Config) -> None:
-    """Store `config.json` and copy the tokenizer and template files that exist."""
+def copy_files(source: Path, directory: Path) -> None:
+    """Copy the tokenizer and template files that `source` has; a broken link is an OSError."""
     for name in COPIED_FILES:
-        if (model_dir / name).is_file():
-            shutil.copyfile(model_dir / name, directory / name)
+        if os.path.lexists(source / name):
+            shutil.copyfile(source / name, directory / name)
+
+
+def write_config(model_dir: Path, directory: Path, config: M3Config) -> None:
+    """Store `config.json` and copy the tokenizer and template files."""
+    copy_files(model_dir, directory)
     with (directory / "config.json").open("w", encoding="utf-8") as file:
         json.dump(config.to_json(), file, indent=2)
         file.write("\n")

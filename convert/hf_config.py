@@ -309,12 +309,13 @@ def _vision(data: dict[str, Any], text_hidden_size: int) -> VisionConfig | None:
 def _token(data: dict[str, Any], generation: dict[str, Any], name: str) -> int:
     for where in (data.get(TEXT, {}), data, generation):
         found = where.get(name)
-        if isinstance(found, list) and found:
-            found = found[0]  # the first ends a turn; all of them stay in generation_config.json
-        if found is not None:
-            if isinstance(found, bool) or not isinstance(found, int):
-                raise ConfigError(f"{name} is {found!r}, expected int")
-            return found
+        if found is None:
+            continue
+        # The first of several ends a turn; all of them stay in generation_config.json.
+        ids = found if isinstance(found, list) and found else [found]
+        for each in ids:
+            check_number(name, each, int, allow_zero=True)
+        return int(ids[0])
     return DEFAULT_TOKENS[name]
 
 

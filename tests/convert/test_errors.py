@@ -278,3 +278,8 @@ def test_shards_without_index(source: Path, fails: Callable[..., str]) -> None:
 
 def test_no_checkpoint_at_all(fails: Callable[..., str], tmp_path: Path) -> None:
     assert "config.json does not exist" in fails(tmp_path / "nowhere")
+
+
+def test_broken_link_to_a_tokenizer_file(source: Path, fails: Callable[..., str]) -> None:
+    (source / "tokenizer.json").symlink_to("nowhere")
+    assert f"No such file or directory: '{source / 'tokenizer.json'}'" in fails(source)

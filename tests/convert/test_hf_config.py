@@ -170,6 +170,8 @@ REMOVED = object()
         ("vision_feature_layer", -2, "vision_feature_layer is -2"),
         ("image_token_index", 200064, "image_token_id is 200064, expected an id below"),
         ("text_config.eos_token_id", "x", "eos_token_id is 'x', expected int"),
+        ("text_config.eos_token_id", [1, "x"], "eos_token_id is 'x', expected int"),
+        ("text_config.eos_token_id", [], "eos_token_id is [], expected int"),
         ("text_config.vocab_size", 200063, "tp_size 2 does not divide vocab_size"),
     ],
 )
