@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--plugin_library", type=Path, default=PLUGIN_LIBRARY, help="[%(default)s]")
     add(
         "--compute_capabilities",
-        type=_integers,
+        type=_compute_capabilities,
         metavar="80,120",
         help="targets of TensorRT-RTX [this machine's GPU, without one "
         + ",".join(map(str, RTX_COMPUTE_CAPABILITIES))
@@ -99,9 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from m3trt.build.assemble import Compiler, make_programs, write_engine_dir
+    from m3trt.build.assemble import Compiler, write_engine_dir
     from m3trt.build.configuration import BuildConfig
     from m3trt.build.library import resolve_runtime
+    from m3trt.build.programs import make_programs
     from m3trt.convert.configuration import M3Config
 
     config = M3Config.load(options.checkpoint_dir)
@@ -137,11 +138,11 @@ def _build(options: argparse.Namespace) -> int:
     return 0
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers like 80,120") from None
+def _compute_capabilities(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers like 80,120")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 if __name__ == "__main__":

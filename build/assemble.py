@@ -19,31 +19,15 @@ from m3trt.build.engine_dir import (
     program_names,
 )
 from m3trt.build.environment import Environment
-from m3trt.build.network import build_text_network
-from m3trt.build.profiles import (
-    DimensionRange,
-    check_sizes,
-    input_ranges,
-    text_dimensions,
-    vision_dimensions,
-)
+from m3trt.build.profiles import input_ranges
+from m3trt.build.programs import make_programs
 from m3trt.build.targets import choose_targets
-from m3trt.build.vision_network import build_vision_network
 from m3trt.build.workers import build_all
-from m3trt.convert.checkpoint import COPIED_FILES
+from m3trt.convert.checkpoint import copy_files
 from m3trt.convert.configuration import M3Config
 from m3trt.convert.directory import new_directory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A graph, the ranges of its dimensions, and the file stems that it is stored under."""
-
-    model: onnx.ModelProto
-    dimensions: dict[str, DimensionRange]
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +42,6 @@ class Compiler:
     verbose: bool = False
 
 
-def make_programs(config: M3Config, build: BuildConfig) -> list[Program]:
-    """The different graphs of a model; ranks that share a graph share a program.
-
-    Raises:
-        ConfigError: a tensor could reach 2**31 elements.
-    """
-    graphs = {
-        f"rank{rank}": (build_text_network(config, build, rank), text_dimensions(config, build))
-        for rank in range(config.tp_size)
-    }
-    if config.vision is not None:
-        graphs["vision"] = build_vision_network(config), vision_dimensions(config, build)
-    same: dict[bytes, list[str]] = {}
-    for name, (model, dimensions) in graphs.items():
-        check_sizes(model, dimensions)
-        same.setdefault(model.SerializeToString(deterministic=True), []).append(name)
-    return [Program(*graphs[names[0]], tuple(names)) for names in same.values()]
-
-
 def write_engine_dir(
     checkpoint_dir: Path, output_dir: Path, build: BuildConfig, compiler: Compiler
 ) -> dict[str, BuildReport]:
@@ -88,6 +53,11 @@ def write_engine_dir(
         EngineDirError: weight files are missing or do not fit the graphs.
         BuildError, LibraryError: see `builder` and `library`.
     """
+    if compiler.timing_cache_dir is not None and not compiler.timing_cache_dir.is_dir():
+        raise EngineDirError(
+            f"--input_timing_cache {compiler.timing_cache_dir} is no directory: expected that of an"
+            " earlier engine, or leave it out"
+        )
     config = M3Config.load(checkpoint_dir)
     programs = make_programs(config, build)
     targets = choose_targets(compiler.library, build, compiler.compute_capabilities)
@@ -97,9 +67,7 @@ def write_engine_dir(
     reports: dict[str, BuildReport] = {}
     with new_directory(output_dir) as folder:
         linked = _link_weights(checkpoint_dir, folder, config)
-        for name in COPIED_FILES:
-            if (checkpoint_dir / name).is_file():
-                shutil.copyfile(checkpoint_dir / name, folder / name)
+        copy_files(checkpoint_dir, folder)
         tasks = []
         for program in programs:
             first = folder / f"{program.names[0]}.onnx"

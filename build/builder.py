@@ -141,7 +141,8 @@ def _set_compute_capabilities(trt: Any, config: Any, targets: tuple[int, ...] | 
     known = trt.ComputeCapability.__members__
     names = ["CURRENT"] if targets is None else [f"SM{target}" for target in targets]
     if unknown := [name for name in names if name not in known]:
-        raise BuildError(f"compute capabilities {unknown} are unknown, expected some of {[*known]}")
+        expected = [name for name in known if name.startswith("SM")]
+        raise BuildError(f"compute capabilities {unknown} are unknown, expected some of {expected}")
     config.num_compute_capabilities = len(names)
     for index, name in enumerate(names):
         if not config.set_compute_capability(known[name], index):

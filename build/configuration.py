@@ -20,7 +20,7 @@ DEFAULT_MULTIMODAL_LEN = 4096
 _LEAST = {
     "max_batch_size": 1,
     "max_num_tokens": 1,
-    "max_seq_len": 1,
+    "max_seq_len": 2,  # one token of the prompt and one of the answer
     "max_pages": 1,
     "max_multimodal_len": 0,
 }
@@ -49,12 +49,16 @@ class BuildConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:
                 raise ConfigError(f"{name} is {value!r}, expected a number of at least {least}")
         if self.max_num_tokens < self.max_batch_size:
             raise ConfigError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size"
                 f" {self.max_batch_size}: every request of a step needs a token"
+            )
+        if not isinstance(self.gather_context_logits, bool):
+            raise ConfigError(
+                f"gather_context_logits is {self.gather_context_logits!r}, expected true or false"
             )
         for name in ("kv_cache_dtype", "index_cache_dtype"):
             if getattr(self, name) not in ("auto", "fp8"):

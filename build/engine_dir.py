@@ -19,6 +19,7 @@ from typing import Any
 from m3trt.build.configuration import BuildConfig, check_keys
 from m3trt.build.environment import Environment
 from m3trt.build.library import PLUGIN_LIBRARY
+from m3trt.build.programs import make_programs
 from m3trt.build.weights import check_weights
 from m3trt.convert.configuration import ConfigError, M3Config
 
@@ -43,7 +44,9 @@ class EngineDir:
 
     @classmethod
     def load(cls, path: Path) -> EngineDir:
-        """Read `path` and check that it is whole; weights and library are checked separately.
+        """Read `path` and check that it is whole and that its graphs are those of its config.
+
+        Weights and library are checked separately.
 
         Raises:
             EngineDirError: names the file that is missing or wrong, and what was expected.
@@ -51,10 +54,9 @@ class EngineDir:
         file = path / "config.json"
         try:
             data = json.loads(file.read_text())
-            version = data.get("version") if isinstance(data, dict) else None
-            if version not in (None, ENGINE_VERSION):
+            if isinstance(data, dict) and data.get("version", ENGINE_VERSION) != ENGINE_VERSION:
                 raise ConfigError(
-                    f"engine version {version}, this code reads {ENGINE_VERSION}:"
+                    f"engine version {data['version']!r}, this code reads {ENGINE_VERSION}:"
                     " build the engine again"
                 )
             check_keys("engine", data, CONFIG_KEYS)
@@ -64,15 +66,21 @@ class EngineDir:
                 BuildConfig.from_json(data["build_config"]),
                 Environment.from_json(data["environment"]),
             )
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise EngineDirError(
                 f"{file} does not exist: expected a directory written by m3trt.build"
             ) from None
-        except (ConfigError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise EngineDirError(f"{file}: {error}") from error
-        for program in engine.programs():
-            if not program.is_file():
-                raise EngineDirError(f"{program} is missing: build the engine again")
+        for program_file in engine.programs():
+            if not program_file.is_file():
+                raise EngineDirError(f"{program_file} is missing: build the engine again")
+        try:
+            for program in make_programs(engine.config, engine.build):
+                for name in program.names:
+                    program.check_file(path / f"{name}.onnx")
+        except ValueError as error:
+            raise EngineDirError(str(error)) from error
         return engine
 
     def check_environment(self, library: str, plugin_library: Path = PLUGIN_LIBRARY) -> None:

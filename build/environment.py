@@ -63,8 +63,10 @@ class Environment:
         check_keys("environment", data, {f.name for f in dataclasses.fields(cls)})
         if data["library"] not in RUNTIMES:
             raise ConfigError(f"library is {data['library']!r}, expected one of {RUNTIMES}")
-        capabilities = tuple(data["compute_capabilities"])
-        return cls(**{**data, "compute_capabilities": capabilities})
+        found = data["compute_capabilities"]
+        if not isinstance(found, list) or not all(type(each) is int for each in found):
+            raise ConfigError(f"compute_capabilities is {found!r}, expected a list of numbers")
+        return cls(**{**data, "compute_capabilities": tuple(found)})
 
     def differences(self, library: str, plugin_library: Path) -> list[str]:
         """Why `library` with the plugins at `plugin_library` cannot run the engine, if so."""

@@ -25,13 +25,14 @@ def choose_targets(library: str, build: BuildConfig, requested: tuple[int, ...] 
     Raises:
         LibraryError: the library cannot build for that here, or a target lacks FP8 that is needed.
     """
+    if library != "tensorrt_rtx" and requested is not None:
+        where = "the GPU at hand" if library == "tensorrt" else "no GPU"
+        raise LibraryError(
+            f"compute capabilities {list(requested)} were asked for, but {library} builds for"
+            f" {where}: leave them out, or build with tensorrt_rtx"
+        )
     if library == "reference":
         return Targets((), False)
-    if library == "tensorrt" and requested is not None:
-        raise LibraryError(
-            f"compute capabilities {list(requested)} were asked for, but tensorrt builds for the"
-            " GPU at hand: leave them out, or build with tensorrt_rtx"
-        )
     device = device_compute_capability()
     if library == "tensorrt" and device is None:
         raise LibraryError("tensorrt builds only where there is a GPU: use --runtime tensorrt_rtx")

@@ -44,7 +44,10 @@ def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
     ("options", "message"),
     [
         (["--max_seq_len", "5000"], "max_seq_len 5000 is more than 4096"),
+        (["--max_seq_len", "1"], "max_seq_len is 1, expected a number of at least 2"),
         (["--max_batch_size", "0"], "max_batch_size is 0"),
+        (["--input_timing_cache", "none"], "none is no directory"),
+        (["--runtime", "reference", "--compute_capabilities", "80"], "reference builds for no GPU"),
         (["--max_num_tokens", "100000000"], "lower max_num_tokens"),
         (["--max_multimodal_len", "0"], "max_multimodal_len is 0"),
         (["--plugin_library", "none.so"], "none.so does not exist: run `make plugins`"),

@@ -65,12 +65,43 @@ def test_model_without_vision(engine):
         (lambda d: d["environment"].update(driver="1"), r"environment: unknown keys"),
         (lambda d: d["environment"].update(library="onnxruntime"), "library is 'onnxruntime'"),
         (lambda d: d.update(environment=[]), r"environment: expected an object, found \[\]"),
+        (lambda d: d.update(version="1"), "engine version '1', this code reads 1"),
+        (lambda d: d["build_config"].update(max_pages=True), "max_pages is True, expected"),
+        (lambda d: d["build_config"].update(max_seq_len=1), "max_seq_len is 1, .* at least 2"),
+        (lambda d: d["build_config"].update(gather_context_logits=1), "expected true or false"),
+        (lambda d: d["pretrained_config"].update(head_size="128"), "head_size is '128', expected"),
+        (lambda d: d["environment"].update(compute_capabilities=None), "compute_capabilities is N"),
     ],
 )
 def test_wrong_config_is_refused(engine, edit, change, message):
     path = engine()
     edit(path, change)
     with pytest.raises(EngineDirError, match=rf"config.json: .*{message}"):
+        EngineDir.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "file"),
+    [
+        (lambda d: d["pretrained_config"].update(num_attention_heads=16), "rank0.onnx"),
+        (lambda d: d["pretrained_config"].update(swiglu_limit=8.0), "rank0.onnx"),
+        (lambda d: d["pretrained_config"]["vision"].update(rotary_base=1e5), "vision.onnx"),
+        (lambda d: d["build_config"].update(index_cache_dtype="fp8"), "rank0.onnx"),
+    ],
+)
+def test_config_of_another_engine_is_refused(engine, edit, change, file):
+    path = engine()
+    edit(path, change)
+    with pytest.raises(EngineDirError, match=f"{file} is not the graph of the config.json beside"):
+        EngineDir.load(path)
+
+
+@pytest.mark.parametrize("name", ["rank0.onnx", "vision.onnx"])
+@pytest.mark.parametrize("size", [0, 1000])
+def test_truncated_graph_is_refused(engine, name, size):
+    path = engine()
+    os.truncate(path / name, size)
+    with pytest.raises(EngineDirError, match=f"{name} is .* Build the engine again"):
         EngineDir.load(path)
 
 

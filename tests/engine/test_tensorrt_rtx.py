@@ -62,9 +62,9 @@ def test_missing_plugin_is_named(checkpoint, tmp_path, monkeypatch, capfd):
     model = onnx.load(tmp_path / "engine" / "rank0.onnx")
     node = next(node for node in model.graph.node if node.op_type == "M3Gemm")
     node.op_type = "M3Unknown"
-    from m3trt.build import assemble
+    from m3trt.build import programs
 
-    monkeypatch.setattr(assemble, "build_text_network", lambda *_: model)
+    monkeypatch.setattr(programs, "build_text_network", lambda *_: model)
     assert build(source, tmp_path / "other") == 1
     assert "has no plugin M3Unknown of version 1, which rank0.onnx" in capfd.readouterr().err
 
