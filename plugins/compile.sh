@@ -17,10 +17,14 @@ fail() {
   exit 1
 }
 
-# A compiler and its companions, one release; cmake where the machine has none.
-fetch() {
+make_environment() {
   [ -x "$toolchain/bin/python" ] || "$PYTHON" -m venv "$toolchain" ||
     fail "$PYTHON cannot make a virtual environment (Debian: apt-get install python3-venv)"
+}
+
+# A compiler and its companions, one release; cmake where the machine has none.
+fetch() {
+  make_environment
   "$toolchain/bin/python" -m pip install -q --disable-pip-version-check "$@"
 }
 
@@ -59,6 +63,12 @@ cmake=$(command -v cmake || true)
 if [ -z "$cmake" ]; then
   cmake=$toolchain/bin/cmake
   [ -x "$cmake" ] || fetch cmake==3.31.10
+fi
+
+# The TensorRT headers come through pip, which Debian's own python3 lacks.
+if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+  make_environment
+  PYTHON=$toolchain/bin/python
 fi
 
 mkdir -p "$root/out"
