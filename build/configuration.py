@@ -123,7 +123,7 @@ class BuildConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> BuildConfig:
+    def from_json(cls, data: Any) -> BuildConfig:
         """Read `to_json`'s form.
 
         Raises:

@@ -50,6 +50,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+        except RecursionError:
+            raise ConfigError("chat template: nested too deeply") from None
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
@@ -63,7 +65,7 @@ class ChatTemplate:
             return None
         try:
             return cls(path.read_text(encoding="utf-8"), _special_tokens(directory))
-        except (ConfigError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
 
     def render(
@@ -112,8 +114,11 @@ def _special_tokens(directory: Path) -> dict[str, str]:
     path = directory / "tokenizer_config.json"
     if not path.exists():
         return {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds a {type(data).__name__}, expected an object")
     found: dict[str, str] = {}
-    for key, value in json.loads(path.read_text(encoding="utf-8")).items():
+    for key, value in data.items():
         content = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(content, str):
             found[key] = content

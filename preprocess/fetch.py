@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from m3trt.preprocess.errors import PreprocessError
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_IPV6_GLOBAL = ipaddress.ip_network("2000::/3")
 _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -79,7 +80,7 @@ class Fetcher:
         if len(payload) > 4 * self.max_bytes:
             raise PreprocessError(self._too_large("the data URL"))
         data = urllib.parse.unquote_to_bytes(payload)
-        if header.lower().endswith(";base64"):
+        if header.lower().replace(" ", "").endswith(";base64"):
             try:
                 data = base64.b64decode(b"".join(data.split()), validate=True)
             except binascii.Error as error:
@@ -201,6 +202,8 @@ def _is_public(text: str) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             address = inner
+        elif address not in _IPV6_GLOBAL:
+            return False
     return address.is_global and not address.is_multicast
 
 

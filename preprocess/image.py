@@ -23,6 +23,9 @@ MAX_ASPECT_RATIO = 200
 MAX_DECODED_PIXELS = 64_000_000
 """192 MB of RGB: above any camera in common use, below what a crafted file can claim."""
 
+STRIP_ROWS = 512
+"""Transparency is removed strip by strip: whole pictures would be in memory several times."""
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that Pillow reads by itself; others start external programs (EPS) or are exotic."""
 
@@ -60,9 +63,14 @@ def decode_image(content: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> Image.
                     f"the picture has {width}x{height} pixels, at most {max_pixels} are allowed"
                 )
             image.load()
-            return to_rgb(ImageOps.exif_transpose(image))
+            ImageOps.exif_transpose(image, in_place=True)
+            return to_rgb(image)
     except PreprocessError:
         raise
+    except Image.DecompressionBombError as error:
+        raise PreprocessError(
+            f"the picture claims far more than {max_pixels} pixels, the most allowed"
+        ) from error
     except UnidentifiedImageError as error:
         raise PreprocessError(
             f"not a picture: none of the formats {', '.join(formats)} fits its {len(content)} bytes"
@@ -88,12 +96,34 @@ def image_from_pixels(pixels: npt.NDArray[Any]) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB of any mode; transparent pixels show a white ground."""
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(ground, image)
-    return image.convert("RGB")
+    """RGB of any mode: the upper 8 of 16 bits, a white ground under transparent pixels.
+
+    Raises:
+        PreprocessError: pixels are floats or wider than 16 bits.
+    """
+    if image.mode == "F" or image.mode.startswith("I"):
+        return _upper_bits(image).convert("RGB")
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    out = Image.new("RGB", image.size)
+    for top in range(0, image.height, STRIP_ROWS):
+        box = (0, top, image.width, min(top + STRIP_ROWS, image.height))
+        strip = image.crop(box).convert("RGBA")
+        ground = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        out.paste(Image.alpha_composite(ground, strip).convert("RGB"), box)
+    return out
+
+
+def _upper_bits(image: Image.Image) -> Image.Image:
+    """Pillow's own conversion would clip: all but the darkest 16-bit values became white."""
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if image.mode == "F" or low < 0 or high >= 1 << 16:
+        raise PreprocessError(
+            f"the picture has {values.dtype} pixels from {low} to {high}, expected integers of at"
+            " most 16 bits: convert it to 8 bits"
+        )
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def smart_resize(height: int, width: int, settings: ImageSettings) -> tuple[int, int]:

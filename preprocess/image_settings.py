@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m3trt.convert.configuration import ConfigError, VisionConfig
+from m3trt.convert.configuration import ConfigError, VisionConfig, check_number
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -86,7 +86,7 @@ class ImageSettings:
             temporal_patch_size=vision.temporal_patch_size,
             min_pixels=low,
             max_pixels=high,
-            rescale_factor=float(data.get("rescale_factor", RESCALE_FACTOR)),
+            rescale_factor=_number(data.get("rescale_factor", RESCALE_FACTOR), "rescale_factor"),
             mean=_channels(data.get("image_mean", CLIP_MEAN), "image_mean"),
             std=_channels(data.get("image_std", CLIP_STD), "image_std"),
         )
@@ -110,4 +110,10 @@ def _pixel_bounds(data: dict[str, Any]) -> tuple[int, int]:
 def _channels(values: Any, name: str) -> tuple[float, float, float]:
     if not isinstance(values, (list, tuple)) or len(values) != 3:
         raise ConfigError(f"{name} is {values}, expected three numbers")
-    return float(values[0]), float(values[1]), float(values[2])
+    first, second, third = (_number(value, name) for value in values)
+    return first, second, third
+
+
+def _number(value: Any, name: str) -> float:
+    check_number(name, value, float, allow_zero=name == "image_mean")
+    return float(value)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from m3trt.build.configuration import BuildConfig
 from m3trt.convert.configuration import ConfigError, M3Config
-from m3trt.preprocess.chat_template import ChatTemplate
+from m3trt.preprocess.chat_template import MAX_RENDERED_CHARS, ChatTemplate
 from m3trt.preprocess.errors import PreprocessError
 from m3trt.preprocess.fetch import Fetcher
 from m3trt.preprocess.image import (
@@ -64,7 +65,7 @@ class Preprocessor:
             max_image_tokens: how many image rows a request may have; None: any number.
 
         Raises:
-            ConfigError: the tokenizer and `config` disagree about the image placeholder.
+            ConfigError: the tokenizer and `config` disagree about placeholders or vocabulary.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -81,6 +82,11 @@ class Preprocessor:
                 raise ConfigError(f"tokenizer gives {content!r} id {found}, config says {expected}")
         tokenizer.id_of(START_OF_IMAGE)
         tokenizer.id_of(END_OF_IMAGE)
+        if tokenizer.max_id >= config.vocab_size:
+            raise ConfigError(
+                f"tokenizer.json has id {tokenizer.max_id}, expected ids below vocab_size"
+                f" = {config.vocab_size}: larger ones stand for image rows"
+            )
 
     @classmethod
     def load(cls, directory: Path, *, allowed_media_hosts: Iterable[str] = ()) -> Preprocessor:
@@ -142,6 +148,10 @@ class Preprocessor:
     def _prompt(self, text: str, num_images: int, chat: bool, thinking_mode: str | None) -> str:
         if not text and not (num_images and chat):
             raise PreprocessError("the text is empty: expected at least one character")
+        if len(text) > MAX_RENDERED_CHARS:
+            raise PreprocessError(
+                f"the text has {len(text)} characters, at most {MAX_RENDERED_CHARS} are allowed"
+            )
         if not chat:
             if thinking_mode is not None:
                 raise PreprocessError("thinking_mode needs apply_chat_template: it is part of it")
@@ -224,11 +234,11 @@ def _read_config(directory: Path) -> tuple[M3Config, int | None]:
             raise ConfigError(f"expected an object, found {type(data).__name__}")
         if "pretrained_config" not in data:
             return M3Config.from_json(data), None
-        limit = data.get("build_config", {}).get("max_multimodal_len")
-        return M3Config.from_json(data["pretrained_config"]), limit
+        build = BuildConfig.from_json(data.get("build_config"))
+        return M3Config.from_json(data["pretrained_config"]), build.max_multimodal_len
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist: expected a directory of m3trt.build or m3trt.convert"
         ) from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -61,6 +61,11 @@ class Tokenizer:
         """Whether the tokenizer marks `id_` as a token that readers do not see."""
         return id_ in self._special
 
+    @property
+    def max_id(self) -> int:
+        """The largest id of the vocabulary."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
     def id_of(self, content: str) -> int:
         """The id of the single token `content`.
 

@@ -100,6 +100,12 @@ def test_missing_or_malformed(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: chat template, line 2"):
         ChatTemplate.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}")
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json holds a list, expected an obj"):
+        ChatTemplate.load(tmp_path)
 
 
 def test_special_tokens_are_variables(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class TestDataUrls:
     def test_decoded(self) -> None:
         assert get(Fetcher(), "data:image/png;base64,aGVsbG8=") == b"hello"
         assert get(Fetcher(), "DATA:;base64,aGVs bG8%3D") == b"hello"
+        assert get(Fetcher(), "data:image/png; base64,aGVsbG8=") == b"hello"
         assert get(Fetcher(), "data:text/plain,a%20b") == b"a b"
 
     @pytest.mark.parametrize(
@@ -198,6 +199,11 @@ def test_private_hosts_are_refused(port: int, host: str) -> None:
         ("64:ff9b::a00:1", False),
         ("64:ff9b::808:808", True),
         ("2002:a00:1::", False),
+        ("::127.0.0.1", False),
+        ("::ffff:0:127.0.0.1", False),
+        ("64:ff9b:1::a00:1", False),
+        ("fec0::1", False),
+        ("5f00::1", False),
     ],
 )
 def test_which_addresses_are_public(address: str, public: bool) -> None:

@@ -18,6 +18,7 @@ from m3trt.preprocess.image import (
     decode_image,
     image_from_pixels,
     smart_resize,
+    to_rgb,
 )
 from m3trt.preprocess.image_settings import ImageSettings
 from PIL import Image
@@ -218,7 +219,36 @@ def test_raw_pixels() -> None:
             image_from_pixels(wrong)
 
 
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_keep_their_upper_eight(encode: Any, form: str) -> None:
+    values = np.array([[0, 255, 256, 32767], [32768, 65279, 65280, 65535]], np.uint16)
+    found = np.asarray(decode_image(encode(Image.fromarray(values), form)))
+    np.testing.assert_array_equal(found, (values >> 8)[..., None].repeat(3, axis=2))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparency_is_the_same_in_strips(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    image = noise(50, 30, "RGBA").convert(mode)
+    if mode == "P":
+        image.info["transparency"] = bytes(range(256))
+    whole = to_rgb(image)
+    monkeypatch.setattr("m3trt.preprocess.image.STRIP_ROWS", 7)
+    assert to_rgb(image).tobytes() == whole.tobytes()
+
+
 class TestBadInput:
+    @pytest.mark.parametrize(
+        ("values", "found"),
+        [
+            (np.full((4, 4), 0.5, np.float32), "float32 pixels from 0.5 to 0.5"),
+            (np.full((4, 4), 1 << 16, np.int32), "int32 pixels from 65536 to 65536"),
+            (np.full((4, 4), -1, np.int32), "int32 pixels from -1 to -1"),
+        ],
+    )
+    def test_wide_pixels(self, encode: Any, values: Any, found: str) -> None:
+        with pytest.raises(PreprocessError, match=f"{found}, expected integers of at most 16 bits"):
+            decode_image(encode(Image.fromarray(values), "TIFF"))
+
     @pytest.mark.parametrize("content", [b"", b"\x00", b"hello, world", b"<svg></svg>"])
     def test_not_a_picture(self, content: bytes) -> None:
         with pytest.raises(PreprocessError, match="not a picture"):
@@ -232,7 +262,10 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("side", "message"),
-        [(9000, "9000x9000 pixels, at most 64000000"), (50000, "exceeds limit")],
+        [
+            (9000, "9000x9000 pixels, at most 64000000"),
+            (50000, "claims far more than 64000000 pixels"),
+        ],
     )
     def test_bomb(self, encode: Any, side: int, message: str) -> None:
         """Few bytes that claim many pixels are refused from the header."""

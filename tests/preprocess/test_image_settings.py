@@ -68,7 +68,9 @@ def test_values_are_read(tmp_path: Path, vision: VisionConfig) -> None:
         ({"size": {"height": 100, "width": 100}}, "size is"),
         ({"min_pixels": 10, "max_pixels": 5}, "not a range"),
         ({"image_mean": 0.5}, "image_mean is 0.5"),
-        ({"image_std": ["a", "b", "c"]}, "could not convert"),
+        ({"image_std": ["a", "b", "c"]}, "image_std is 'a', expected float"),
+        ({"image_std": [1, 0, 1]}, "image_std is 0, expected more than 0"),
+        ({"rescale_factor": 0}, "rescale_factor is 0, expected more than 0"),
     ],
 )
 def test_refused(

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from m3trt.build.configuration import BuildConfig
 from m3trt.convert.configuration import ConfigError
 from m3trt.convert.hf_config import load_source
 from m3trt.preprocess.errors import PreprocessError
@@ -167,10 +168,9 @@ def test_bad_picture_is_named(preprocessor: Preprocessor, encode: Any) -> None:
 def test_engine_directory(checkpoint_dir: Path, release_dir: Path, encode: Any) -> None:
     """Its limits and its dtype hold; a request over them is refused."""
     path = checkpoint_dir / "config.json"
-    config = load_source(release_dir, dtype="bfloat16").config.to_json()
-    path.write_text(
-        json.dumps({"pretrained_config": config, "build_config": {"max_multimodal_len": 6}})
-    )
+    config = load_source(release_dir, dtype="bfloat16").config
+    build = BuildConfig.for_model(config, max_multimodal_len=6).to_json()
+    path.write_text(json.dumps({"pretrained_config": config.to_json(), "build_config": build}))
     preprocessor = Preprocessor.load(checkpoint_dir)
     images = preprocessor.process("a", [encode(SMALL)]).images
     assert images is not None
@@ -208,6 +208,23 @@ def test_contradicting_files(checkpoint_dir: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match="does not exist"):
         Preprocessor.load(checkpoint_dir)
+
+
+def test_vocabulary_larger_than_the_model_s(checkpoint_dir: Path) -> None:
+    """Its ids would be taken for image rows."""
+    path = checkpoint_dir / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 200060}))
+    with pytest.raises(ConfigError, match="id 200060, expected ids below vocab_size = 200060"):
+        Preprocessor.load(checkpoint_dir)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_endless_text(
+    preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    monkeypatch.setattr("m3trt.preprocess.prompt.MAX_RENDERED_CHARS", 1000)
+    with pytest.raises(PreprocessError, match="the text has 1001 characters, at most 1000 are"):
+        preprocessor.process("x" * 1001, apply_chat_template=chat)
 
 
 def test_threads(preprocessor: Preprocessor, encode: Any) -> None:
