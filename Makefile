@@ -49,8 +49,9 @@ help: ## Show this list
 	$(call PIP,.venv/client) numpy==2.4.6 'tritonclient[grpc,http]==2.73.0'
 	@touch $@
 
-.venv/server/.done: | .venv/server/bin/python
+.venv/server/.done: triton_repo/fetch_libpython.sh | .venv/server/bin/python .venv/models/.done
 	$(call PIP,.venv/server) --no-deps nvidia-pytriton==0.7.0
+	triton_repo/fetch_libpython.sh
 	@touch $@
 
 .venv/test/.done: pyproject.toml setup.cfg | .venv/test/bin/python

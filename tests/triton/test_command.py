@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from m3trt.serve.__main__ import main
+from m3trt.serve.binary import ServeError, check_stub
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,3 +88,14 @@ def test_an_interrupt_while_starting(tmp_path: Path, engine_dir: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     assert not list(Path("/dev/shm").glob(f"m3trt_{process.pid}_*"))
+
+
+@pytest.mark.smoke
+def test_a_stub_that_cannot_start(tmp_path: Path) -> None:
+    """A fresh Debian has no libpython; the server would wait for its models for ever."""
+    stub = tmp_path / "backends" / "python" / "triton_python_backend_stub"
+    stub.parent.mkdir(parents=True)
+    stub.write_text("#!/bin/sh\necho 'stub: error while loading shared libraries: libx' >&2\n")
+    stub.chmod(0o755)
+    with pytest.raises(ServeError, match=r"libx\nFor libpython3.*fetch_libpython"):
+        check_stub(tmp_path / "bin" / "tritonserver")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from m3trt.build.engine_dir import EngineDir
 from m3trt.serve.check import check_repository
 from m3trt.serve.pbtxt import Enum, PbtxtError, parse, write
 from m3trt.serve.repository import main as repository_main
 from m3trt.serve.repository import process_names, write_repository
-from m3trt.serve.table import TABLE, RepositoryError, load_table
+from m3trt.serve.table import TABLE, RepositoryError, load_table, routes
 
 pytestmark = pytest.mark.smoke
 
@@ -54,11 +56,18 @@ def test_a_float32_engine_has_other_edges(
     assert ports(tmp_path, "multimodal_encoders", "input")["_pixel_values"][0] == "TYPE_FP32"
 
 
-def test_a_text_model_has_no_encoder() -> None:
-    engine = {name: value for name, value in ENGINE.items() if name != "patch_width"}
-    table = load_table(engine, frozenset())
+def test_a_text_model_has_no_encoder(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EngineDir.load(engine_dir)
+    text_only = dataclasses.replace(engine, config=dataclasses.replace(engine.config, vision=None))
+    monkeypatch.setattr(EngineDir, "load", lambda path: text_only)
+    table = write_repository(engine_dir, tmp_path)
     assert "multimodal_encoders" not in process_names(table)
-    assert not any("image" in tensor.name for tensor in table.tensors)
+    assert not any("image" in name for name in ports(tmp_path, "ensemble", "input"))
+    for features in (frozenset(), VISION):
+        outputs = set(routes("preprocessing", features)[1])
+        assert (outputs <= set(ports(tmp_path, "preprocessing", "output"))) == (not features)
 
 
 def test_the_command(engine_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

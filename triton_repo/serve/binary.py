@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+SERVER = REPOSITORY_ROOT / ".venv" / "server"
+LIBPYTHON = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
 _WHEEL = "lib/python3.*/site-packages/pytriton/tritonserver/bin/tritonserver"
 
 
@@ -26,13 +29,13 @@ def find_tritonserver(given: Path | None) -> Path:
         if not os.access(given, os.X_OK):
             raise ServeError(f"--tritonserver {given} is no executable file")
         return given.resolve()
-    wheel = sorted((REPOSITORY_ROOT / ".venv" / "server").glob(_WHEEL))
+    wheel = sorted(SERVER.glob(_WHEEL))
     if wheel:
         return wheel[-1]
     found = shutil.which("tritonserver")
     if found is None:
         raise ServeError(
-            f"no tritonserver in {REPOSITORY_ROOT / '.venv/server'} or on PATH: run `make setup`"
+            f"no tritonserver in {SERVER} or on PATH: run `make setup`"
             " or name one with --tritonserver"
         )
     return Path(found).resolve()
@@ -73,10 +76,27 @@ def model_environment() -> dict[str, str]:
     environment = dict(os.environ)
     binaries = str(Path(sys.prefix) / "bin")
     environment["PATH"] = os.pathsep.join([binaries, environment.get("PATH", os.defpath)])
-    libraries = sysconfig.get_config_var("LIBDIR")
-    if libraries and Path(libraries, sysconfig.get_config_var("INSTSONAME") or "-").exists():
-        paths = [libraries, environment.get("LD_LIBRARY_PATH", "")]
-        environment["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in paths if path)
+    libraries = [sysconfig.get_config_var("LIBDIR"), str(SERVER / "libpython")]
+    found = [path for path in libraries if path and Path(path, LIBPYTHON).exists()]
+    if paths := [*found[:1], *filter(None, [environment.get("LD_LIBRARY_PATH")])]:
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     environment.pop("PYTHONHOME", None)
     return environment
+
+
+def check_stub(tritonserver: Path) -> None:
+    """Check that a stub which lies beside the server can start: the server itself would wait.
+
+    Raises:
+        ServeError: a library is missing.
+    """
+    stub = tritonserver.parents[1] / "backends" / "python" / "triton_python_backend_stub"
+    if not stub.exists():
+        return
+    result = subprocess.run([stub], capture_output=True, text=True, env=model_environment())
+    if "error while loading shared libraries" in result.stderr:
+        raise ServeError(
+            f"{result.stderr.strip()}\nFor {LIBPYTHON} run triton_repo/fetch_libpython.sh, or"
+            " install the system's package of it (Debian: libpython3.x)"
+        )

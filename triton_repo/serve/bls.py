@@ -55,16 +55,19 @@ class BlsService:
         self,
         detokenizer: Detokenizer,
         outputs: frozenset[str],
+        features: frozenset[str],
         max_in_flight: int,
         inflight: InflightCount,
     ) -> None:
         """
         Args:
             outputs: names of the pipeline's outputs.
+            features: "vision" if the model has it.
             max_in_flight: requests at once; more wait.
         """
         self._detokenizer = detokenizer
         self._outputs = outputs
+        self._features = features
         self._inflight = inflight
         self._jobs: set[Job] = set()
         self._lock = threading.Lock()
@@ -116,7 +119,7 @@ class BlsService:
             job.check()
             self._step("multimodal_encoders", tensors)
         job.check()
-        inputs, outputs = routes(ENGINE)
+        inputs, outputs = routes(ENGINE, self._features)
         feed = {target: tensors[name] for name, target in inputs.items() if name in tensors}
         failure = None
         for arrays in stream(ENGINE, feed, list(outputs), job.key):
@@ -128,16 +131,16 @@ class BlsService:
 
     def _step(self, model: str, tensors: Arrays) -> None:
         """Run `model` on the pipeline's tensors and add what it makes."""
-        inputs, outputs = routes(model)
+        inputs, outputs = routes(model, self._features)
         feed = {target: tensors[name] for name, target in inputs.items() if name in tensors}
         made = call(model, feed, list(outputs))
         tensors.update({outputs[name]: array for name, array in made.items()})
 
     def _answer(self, arrays: Arrays) -> Arrays:
         """The pipeline's outputs for one response of the engine."""
-        outputs = routes(ENGINE)[1]
+        outputs = routes(ENGINE, self._features)[1]
         tensors = {outputs[name]: array for name, array in arrays.items()}
-        inputs, texts = routes("postprocessing")
+        inputs, texts = routes("postprocessing", self._features)
         feed = {target: tensors[name] for name, target in inputs.items() if name in tensors}
         made = postprocess(self._detokenizer, feed)
         tensors.update({texts[name]: array for name, array in made.items()})

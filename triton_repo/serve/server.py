@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from m3trt.serve.api import ServerApi
-from m3trt.serve.binary import ServeError, backend_flags, model_environment
+from m3trt.serve.binary import ServeError, backend_flags, check_stub, model_environment
 from m3trt.serve.ports import Ports
 from m3trt.serve.processes import (
     end_with_parent,
@@ -78,9 +78,11 @@ class TritonServer:
         Raises:
             ServeError: it cannot be started.
         """
+        command = self._command()
+        check_stub(self.options.tritonserver)
         with self.options.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command(),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

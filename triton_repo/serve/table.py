@@ -190,9 +190,10 @@ def client_inputs() -> tuple[str, ...]:
 
 
 @functools.cache
-def routes(model: str) -> tuple[dict[str, str], dict[str, str]]:
+def routes(model: str, features: frozenset[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Of `model` in the pipeline: {pipeline tensor: its input}, {its output: pipeline tensor}."""
-    rows = json.loads(TABLE.read_text(encoding="utf-8"))["tensors"]
+    table = json.loads(TABLE.read_text(encoding="utf-8"))["tensors"]
+    rows = [row for row in table if _wanted(row, features)]
     prefix = f"{model}."
     inputs = {
         row["name"]: target.removeprefix(prefix)

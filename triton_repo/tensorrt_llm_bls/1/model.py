@@ -15,10 +15,12 @@ class TritonPythonModel:
     def initialize(self, args):
         logging.basicConfig(level=logging.INFO)
         parameters = parameters_of(args)
-        outputs = json.loads(args["model_config"])["output"]
+        config = json.loads(args["model_config"])
+        inputs = {tensor["name"] for tensor in config["input"]}
         self._service = BlsService(
             Detokenizer(Tokenizer.load(Path(parameters["engine_dir"]))),
-            frozenset(output["name"] for output in outputs),
+            frozenset(tensor["name"] for tensor in config["output"]),
+            frozenset({"vision"} if "image_url_input" in inputs else ()),
             int(parameters["max_in_flight"]),
             InflightCount(state_file(args, parameters)),
         )
