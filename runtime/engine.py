@@ -224,7 +224,7 @@ class InflightEngine:
                 step = self._scheduler.plan()
                 if step is not None:
                     self._run_step(step)
-        except Exception as error:
+        except BaseException as error:  # of SystemExit too, or the engine would look alive
             logger.exception("the scheduler failed: the engine ends")
             with self._wake:
                 self._closed = f"its scheduler failed with {error!r}: restart it"
@@ -309,7 +309,7 @@ class InflightEngine:
     def _deliver(self, sequence: Sequence, output: Output) -> bool:
         try:
             sequence.on_output(output)
-        except Exception:
+        except BaseException:  # whatever a receiver does, the other requests go on
             logger.exception("the receiver of request %r failed", output.request_id)
             return False
         return True

@@ -6,7 +6,6 @@ the engine's limits. All of them raise `RequestError`, whose text is meant for t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +20,8 @@ MAX_STOP_WORD_BYTES = 1024
 MAX_BAD_WORDS = 256
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: logits divided by them overflow."""
+LARGEST = 1e30
+"""Factors and biases beyond this would overflow fp32 logits."""
 
 
 class RequestError(ValueError):
@@ -69,8 +70,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.temperature is not None:
             _require(
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                f"temperature is {self.temperature}, expected a finite number >= 0 (0 is greedy)",
+                0 <= self.temperature <= LARGEST,
+                f"temperature is {self.temperature}, expected 0 to {LARGEST:g} (0 is greedy)",
             )
         _require(self.top_k >= 0, f"top_k is {self.top_k}, expected >= 0 (0 considers all tokens)")
         _require(
@@ -81,9 +82,9 @@ class SamplingParams:
             0 <= self.seed < 2**64, f"seed is {self.seed}, expected an unsigned 64-bit integer"
         )
         _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty is {self.repetition_penalty}, expected a finite number > 0"
-            " (1 is off)",
+            1 / LARGEST <= self.repetition_penalty <= LARGEST,
+            f"repetition_penalty is {self.repetition_penalty}, expected {1 / LARGEST:g} to"
+            f" {LARGEST:g} (1 is off)",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -95,8 +96,9 @@ class SamplingParams:
             " with at least one token id: drop the empty ones",
         )
         _require(
-            all(math.isfinite(bias) for _, bias in self.embedding_bias),
-            "embedding_bias holds a weight that is not finite: use bad_words to ban a token",
+            all(abs(bias) <= LARGEST for _, bias in self.embedding_bias),
+            f"embedding_bias holds a weight that is not finite or beyond {LARGEST:g}: use bad_words"
+            " to ban a token",
         )
 
     @property

@@ -271,15 +271,16 @@ def test_token_bytes_that_raises_fails_one_request(kit: Any) -> None:
     rig.check_no_leak()
 
 
+@pytest.mark.parametrize("error", [ConnectionError("client is gone"), SystemExit(1)])
 @pytest.mark.parametrize("at_final", [False, True])
-def test_callback_that_raises(kit: Any, at_final: bool) -> None:
+def test_callback_that_raises(kit: Any, at_final: bool, error: BaseException) -> None:
     rig = kit.rig()
     calls = []
 
     def on_output(output: Output) -> None:
         calls.append(output)
         if output.final or not at_final:
-            raise ConnectionError("client is gone")
+            raise error
 
     rig.engine.submit(kit.request("bad", max_tokens=3), on_output)
     assert rig.submit(kit.request("good", max_tokens=20)).wait().finish_reason == "length"
@@ -289,16 +290,19 @@ def test_callback_that_raises(kit: Any, at_final: bool) -> None:
     rig.submit(kit.request("bad")).wait()
 
 
-def test_scheduler_failure_ends_everything_with_an_error(kit: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("error", [AssertionError("a bug"), SystemExit(1)])
+def test_scheduler_failure_ends_everything_with_an_error(
+    kit: Any, monkeypatch: Any, error: BaseException
+) -> None:
     rig = kit.rig()
 
     def plan() -> None:
-        raise AssertionError("a bug")
+        raise error
 
     monkeypatch.setattr(rig.engine._scheduler, "plan", plan)
     final = rig.submit(kit.request()).wait()
     assert final.finish_reason == "error"
-    assert "a bug" in final.error
+    assert repr(error) in final.error
     rig.engine._thread.join(10)
     assert not rig.engine.stats().alive
     with pytest.raises(EngineClosedError, match="scheduler failed"):

@@ -16,16 +16,16 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("temperature", v) for v in (NAN, INF, -INF, -0.1)],
+        *[("temperature", v) for v in (NAN, INF, -INF, -0.1, 1e31)],
         *[("top_p", v) for v in (NAN, INF, 0.0, -0.5, 1.0001)],
         ("top_k", -1),
         *[("seed", v) for v in (-1, 2**64)],
-        *[("repetition_penalty", v) for v in (NAN, INF, 0.0, -1.0)],
+        *[("repetition_penalty", v) for v in (NAN, INF, 0.0, -1.0, 1e-31, 1e31)],
         *[("presence_penalty", v) for v in (NAN, INF, -2.1, 2.1)],
         *[("frequency_penalty", v) for v in (NAN, -INF, -2.1, 2.1)],
         ("min_tokens", -1),
         *[("bad_words", v) for v in (((),), ((1,),) * 257)],
-        *[("embedding_bias", v) for v in (((1, NAN),), ((1, -INF),))],
+        *[("embedding_bias", v) for v in (((1, NAN),), ((1, -INF),), ((1, 1e31),))],
     ],
 )
 def test_bad_sampling_params(name: str, value: Any) -> None:

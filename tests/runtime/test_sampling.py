@@ -93,6 +93,20 @@ def test_extremes(params: dict[str, float]) -> None:
     assert tokens == {3} if params["temperature"] <= 1 else tokens
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e30},
+        {"temperature": 1.0, "repetition_penalty": 1e-30},
+        {"temperature": 1.0, "repetition_penalty": 1e30},
+        {"temperature": 1.0, "embedding_bias": ((1, 1e30), (2, -1e30))},
+    ],
+)
+def test_extremes_never_draw_a_banned_token(params: dict[str, Any]) -> None:
+    drawn = draw(sampler(4, bad_words=((0,),), **params), [9.0, -5.0, 4.0, -np.inf], 50)
+    assert set(drawn) <= {1, 2}
+
+
 def test_greedy_takes_the_lowest_of_ties() -> None:
     assert draw(sampler(4), [0, 2, 2, 1], 2) == [1, 1]
 

@@ -88,6 +88,37 @@ def test_cancellations_from_several_threads(kit: Any, seed: int) -> None:
     assert finished["cancelled"] > 0
 
 
+@pytest.mark.parametrize("num_pages", [16, 64])
+def test_callbacks_that_submit_and_cancel(kit: Any, num_pages: int) -> None:
+    """On the engine's own thread: each output may start a request and end any other one."""
+    rng = np.random.default_rng(num_pages)
+    rig = kit.rig(num_pages=num_pages)
+    pairs: list[Any] = []
+
+    class Meddler(kit.Receiver):  # type: ignore[misc,name-defined]
+        def __call__(self, output: Any) -> None:
+            super().__call__(output)
+            if rng.random() < 0.2:
+                rig.engine.cancel(str(rng.integers(0, len(pairs))))
+            if output.final and len(pairs) < 150:
+                start()
+
+    def start() -> None:
+        pairs.append((kit.random_request(rng, str(len(pairs))), Meddler()))
+        rig.engine.submit(*pairs[-1])
+
+    rig.executor.gate.clear()
+    for _ in range(10):
+        start()
+    rig.executor.gate.set()
+    for i in range(150):
+        check(kit, *pairs[i])
+    rig.check_no_leak()
+    finished = rig.engine.stats().finished
+    assert finished.keys() <= {"stop", "length", "cancelled"}
+    assert finished["cancelled"] > 0
+
+
 def test_failing_steps_spoil_no_other_request(kit: Any) -> None:
     rng = np.random.default_rng(0)
     rig = kit.rig(num_pages=40)
