@@ -17,6 +17,7 @@ MODELS := .venv/models/bin/python
 TEST   := .venv/test/bin/python
 CLIENT := .venv/client/bin/python
 PIP     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP_INTO = .venv/models/bin/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check
 CHECKPOINT = $(OUTPUT).checkpoint
 
 # NumPy's BLAS spins: on few cores one thread a process is up to three times faster than many
@@ -36,7 +37,7 @@ help: ## Show this list
 
 # ---- environments: one for converters, builder and models, one for the server, one for clients --
 
-.venv/%/bin/python:
+.venv/models/bin/python .venv/test/bin/python:
 	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "make: $(PYTHON) must be Python 3.11 to 3.13 with venv (Debian: apt-get install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(@D)/..
@@ -45,12 +46,16 @@ help: ## Show this list
 	$(call PIP,.venv/models) -e '.[models]'
 	@touch $@
 
-.venv/client/.done: pyproject.toml | .venv/client/bin/python
-	$(call PIP,.venv/client) numpy==2.4.6 'tritonclient[grpc,http]==2.73.0'
+# Small environments that need no pip of their own
+.venv/client/bin/python .venv/server/bin/python: | .venv/models/.done
+	$(PYTHON) -m venv --without-pip $(@D)/..
+
+.venv/client/.done: | .venv/client/bin/python
+	$(call PIP_INTO,.venv/client) numpy==2.4.6 'tritonclient[grpc]==2.73.0'
 	@touch $@
 
-.venv/server/.done: triton_repo/fetch_libpython.sh | .venv/server/bin/python .venv/models/.done
-	$(call PIP,.venv/server) --no-deps nvidia-pytriton==0.7.0
+.venv/server/.done: triton_repo/fetch_libpython.sh | .venv/server/bin/python
+	$(call PIP_INTO,.venv/server) --no-deps nvidia-pytriton==0.7.0
 	triton_repo/fetch_libpython.sh
 	@touch $@
 

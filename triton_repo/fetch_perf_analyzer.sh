@@ -11,7 +11,7 @@ libraries=$(echo .venv/server/lib/python3.*/site-packages/nvidia_pytriton.libs)
 
 rm -rf "$target.new"
 mkdir -p "$target.new/lib"
-.venv/server/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
+.venv/models/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
   --dest "$target.new" tritonclient==2.51.0
 .venv/server/bin/python -m zipfile -e "$target.new"/tritonclient-2.51.0-*.whl "$target.new/wheel"
 mv "$target.new/wheel/tritonclient-2.51.0.data/data/bin/perf_analyzer" "$target.new/"
