@@ -36,7 +36,12 @@ def build_all(
                 receiver, sender = context.Pipe(duplex=False)
                 level = logging.getLogger().getEffectiveLevel()
                 process = context.Process(target=_run, args=(build, task, level, sender))
-                process.start()
+                # A child inherits the mask: Ctrl-C reaches it too, but the parent handles it.
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    process.start()
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 sender.close()
                 running[process.sentinel] = task, process, receiver
             for sentinel in wait(list(running)):
@@ -53,7 +58,6 @@ def build_all(
 def _run(
     build: Callable[[EngineTask], BuildReport], task: EngineTask, level: int, sender: Connection
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
     logging.basicConfig(level=level, format=f"{task.name}: %(levelname)s %(message)s")
     try:
         sender.send(build(task))

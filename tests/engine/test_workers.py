@@ -21,6 +21,12 @@ RUN = operator.methodcaller("run")
 REPORT = functools.partial(BuildReport, 1.0, 2, 3)
 
 
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    return REPORT()
+
+
 def task(name, run):
     """Stands for a build: the worker's process calls `run`."""
     return SimpleNamespace(name=name, run=run)
@@ -45,6 +51,12 @@ def test_a_failure_ends_the_other_builds():
     with pytest.raises(BuildError, match="not callable"):
         build_all(tasks, 2, lambda *_: None, RUN)
     assert time.monotonic() - start < 30
+
+
+def test_builds_leave_ctrl_c_to_their_parent():
+    done = []
+    build_all([task("rank0", interrupted)], 1, lambda task, report: done.append(report), RUN)
+    assert done == [BuildReport(1.0, 2, 3)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
