@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from m3trt.convert.errors import ConvertError
@@ -39,16 +39,18 @@ def new_directory(output_dir: Path) -> Iterator[Path]:
         yield partial
         check_output(output_dir)
         partial.rename(output_dir)
-        _sync_directory(output_dir.parent)
     except BaseException:
         with uninterrupted():
             shutil.rmtree(partial, ignore_errors=True)
         raise
+    _sync_directory(output_dir.parent)
 
 
 def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """So that the new name survives a crash, where the file system can promise that."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -123,3 +124,17 @@ def test_parent_that_is_a_file(source: Path, fails: Callable[..., str], tmp_path
         message = fails(source, output=output)
         assert f"{output} cannot be created: {tmp_path / 'file'}" in message
         assert "Choose another --output_dir" in message
+
+
+def test_file_system_that_cannot_sync_directories(
+    source: Path, convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert convert(source).code == 0
