@@ -7,8 +7,9 @@ import logging
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import SpawnContext, SpawnProcess
 
 from m3trt.build.builder import BuildError, BuildReport, EngineTask, build_engine
 from m3trt.convert.interrupt import uninterrupted
@@ -33,17 +34,9 @@ def build_all(
         while waiting or running:
             while waiting and len(running) < workers:
                 task = waiting.pop(0)
-                receiver, sender = context.Pipe(duplex=False)
-                level = logging.getLogger().getEffectiveLevel()
-                process = context.Process(target=_run, args=(build, task, level, sender))
-                # A child inherits the mask: Ctrl-C reaches it too, but the parent handles it.
-                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                try:
-                    process.start()
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                sender.close()
-                running[process.sentinel] = task, process, receiver
+                with uninterrupted():  # a process that is not in `running` yet would go on alone
+                    process, receiver = _start(context, build, task)
+                    running[process.sentinel] = task, process, receiver
             for sentinel in wait(list(running)):
                 assert isinstance(sentinel, int)
                 task, process, receiver = running.pop(sentinel)
@@ -55,6 +48,22 @@ def build_all(
                 process.join()
 
 
+def _start(
+    context: SpawnContext, build: Callable[[EngineTask], BuildReport], task: EngineTask
+) -> tuple[SpawnProcess, Connection]:
+    receiver, sender = context.Pipe(duplex=False)
+    level = logging.getLogger().getEffectiveLevel()
+    process = context.Process(target=_run, args=(build, task, level, sender), daemon=True)
+    # The child inherits the mask: Ctrl-C reaches it too, but the parent handles it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        sender.close()
+    return process, receiver
+
+
 def _run(
     build: Callable[[EngineTask], BuildReport], task: EngineTask, level: int, sender: Connection
 ) -> None:
@@ -63,7 +72,8 @@ def _run(
         sender.send(build(task))
     except Exception as error:
         logging.debug("build failed", exc_info=True)
-        sender.send(f"{error}" if isinstance(error, RuntimeError) else f"{error!r}")
+        with suppress(BrokenPipeError):  # the parent was interrupted
+            sender.send(f"{error}" if isinstance(error, RuntimeError) else f"{error!r}")
 
 
 def _result(task: EngineTask, process: SpawnProcess, receiver: Connection) -> BuildReport:
