@@ -42,7 +42,8 @@ class DeviceEngine:
         self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
             raise DeviceError(f"{library} cannot load {path}: its messages above say why")
-        self._stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream()
+        """The `torch.cuda.Stream` of all steps."""
         size = self._engine.device_memory_size_v2
         self._scratch = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
         self._config = self._runtime_config()
@@ -77,7 +78,7 @@ class DeviceEngine:
         if context is None:
             raise DeviceError(f"{self._path}: no execution context, most likely for lack of memory")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
-        step = StepContext(self._path.name, self._engine, context, self._stream)
+        step = StepContext(self._path.name, self._engine, context, self.stream)
         for name, binding in self._bound.items():
             step.bind(name, binding)
         return step
@@ -99,7 +100,7 @@ class DeviceEngine:
         expected = {name: kind for name, kind in self.inputs.items() if is_weight(name)}
         match_weights(path, weights, expected)
         uploader = Uploader(sum(array.nbytes for array in weights.values()))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             for name, array in weights.items():
                 self.bind(name, Binding(array.shape, uploader.upload(array)))
             uploader.finish()
@@ -113,14 +114,14 @@ class DeviceEngine:
         torch = import_torch()
         check_size(name, shape)
         size = math.prod(shape) * self.inputs[name][0].itemsize
-        with torch.cuda.stream(self._stream):  # steps must not start before it is zero
+        with torch.cuda.stream(self.stream):  # steps must not start before it is zero
             memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
         self.bind(name, Binding(shape, memory, output))
 
     def bind_array(self, name: str, array: npt.NDArray[Any]) -> None:
         """Copy a small array to the GPU for good."""
         torch = import_torch()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             memory = torch.from_numpy(array.copy()).cuda()
         self.bind(name, Binding(array.shape, memory))
 
@@ -142,7 +143,7 @@ class DeviceEngine:
             TypeError: an array has another dtype than the engine.
             ValueError: an array is larger than TensorRT takes.
         """
-        with import_torch().cuda.stream(self._stream):
+        with import_torch().cuda.stream(self.stream):
             result: npt.NDArray[Any] = self._eager.run(feeds, output)
             return result
 
@@ -153,19 +154,29 @@ class DeviceEngine:
         Raises:
             As `run`.
         """
-        with import_torch().cuda.stream(self._stream):
+        with import_torch().cuda.stream(self.stream):
             return self.captured(feeds).run(feeds, output)
+
+    def launch(self, inputs: Mapping[str, Binding], outputs: Mapping[str, Any]) -> None:
+        """Launch a step whose arrays are device memory already; does not wait for it.
+
+        Raises:
+            As `run`.
+        """
+        for name, binding in inputs.items():
+            self._eager.bind(name, binding)
+        self._eager.launch(outputs)
 
     def captured(self, feeds: Mapping[str, npt.NDArray[Any]]) -> CapturedStep:
         """The captured step that runs `feeds`."""
         shapes = tuple(array.shape for array in feeds.values())
         if shapes not in self._graphs:
-            self._graphs[shapes] = CapturedStep(self._new_context(), self._stream)
+            self._graphs[shapes] = CapturedStep(self._new_context(), self.stream)
         return self._graphs[shapes]
 
     def close(self) -> None:
         """Release the engine and all memory bound to it."""
-        self._stream.synchronize()
+        self.stream.synchronize()
         self._graphs.clear()
         self._eager = self._config = self._engine = self._runtime = self._scratch = None
         self._bound.clear()

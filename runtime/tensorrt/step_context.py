@@ -85,6 +85,12 @@ class StepContext:
         self.enqueue()
         return self.read(output)
 
+    def launch(self, outputs: Mapping[str, Any]) -> None:
+        """Launch a step that writes into the device memory `outputs`."""
+        for name, memory in outputs.items():
+            self._context.set_tensor_address(name, memory.data_ptr())
+        self.enqueue()
+
     def enqueue(self) -> None:
         """Launch the step with what is bound and staged."""
         if not self._context.execute_async_v3(self._stream.cuda_stream):
