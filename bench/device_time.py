@@ -18,7 +18,7 @@ FLOPS = 703e12
 L2_BYTES = 60e6
 
 KERNELS = (
-    ("PagedAttention", r"paged_attention|paged_decode|paged_prefill"),
+    ("PagedAttention", r"paged_attention|PagedDecode|PagedPrefill"),
     ("SparseAttention", r"sparse_attention"),
     ("BlockSelect", r"score_blocks|select_blocks|block_select"),
     ("CacheUpdate", r"cache_update"),

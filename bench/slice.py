@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from m3trt.bench import random_engine
 from m3trt.bench.device_time import breakdown, median_seconds
@@ -36,6 +37,7 @@ from m3trt.runtime.step import StepInputs
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
 from m3trt.runtime.tensorrt.memory import import_torch
 
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 GIB = 1 << 30
 HEADROOM = 6 * GIB
 """GPU memory left free for cuBLAS, graphs and staging buffers."""
@@ -91,7 +93,6 @@ def step_inputs(case: Case, config: M3Config, pages: int, width: int) -> tuple[S
         table[row, :each] = np.take(order, np.arange(each) + row * each, mode="wrap")
     decode = case.new == 1
     last = np.arange(1, case.requests + 1) * case.new - 1
-    dtype = step_dtype(config)
     inputs = StepInputs(
         input_ids=rng.integers(0, config.vocab_size, count).astype(np.int32),
         position_ids=np.tile(np.arange(case.context, length, dtype=np.int32), case.requests),
@@ -100,15 +101,9 @@ def step_inputs(case: Case, config: M3Config, pages: int, width: int) -> tuple[S
         kv_cache_block_offsets=table,
         decode_shape=(case.requests if decode else 0, 1),
         logit_rows=last.astype(np.int32),
-        prompt_embedding_table=np.zeros((1, config.hidden_size), dtype),
+        prompt_embedding_table=np.zeros((1, config.hidden_size), DTYPES[config.dtype]),
     )
     return inputs, case.requests * each > pages
-
-
-def step_dtype(config: M3Config) -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.bfloat16 if config.dtype == "bfloat16" else np.float32
 
 
 def measure(engine: DeviceEngine, inputs: StepInputs, case: Case, limit: float) -> dict[str, Any]:
@@ -134,7 +129,8 @@ def measure(engine: DeviceEngine, inputs: StepInputs, case: Case, limit: float) 
         seconds = median_seconds(graph.replay, engine.stream, runs)
         ops = breakdown(graph.replay)
     else:
-        seconds = median_seconds(run, engine.stream, min(runs, 5))
+        runs = min(runs, 5)
+        seconds = median_seconds(run, engine.stream, runs)
         ops = breakdown(run)
     torch.cuda.synchronize()
     return {
@@ -148,7 +144,7 @@ def measure(engine: DeviceEngine, inputs: StepInputs, case: Case, limit: float) 
 
 
 def generate(engine: DeviceEngine, inputs: StepInputs, case: Case, limit: float) -> dict[str, Any]:
-    """Greedy decode steps one after another, as many as `limit` seconds allow, on one GPU clock:
+    """Greedy decode steps one after another, as many as `limit` seconds allow, by the host's clock:
     staging, replay, logits to the host, argmax there."""
 
     def advance(step: int, ids: Any) -> StepInputs:
