@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from m3trt.runtime.step import Int32, StepInputs
 
@@ -22,6 +24,26 @@ def padded_requests(requests: int, most: int) -> int:
     if requests <= 8:
         return min(1 << (requests - 1).bit_length(), most)
     return min(-(-requests // 8) * 8, most)
+
+
+def decode_sizes(most: int) -> list[int]:
+    """Every padded number of requests, the smallest first."""
+    return sorted({padded_requests(requests, most) for requests in range(1, most + 1)})
+
+
+def no_requests(hidden_size: int, dtype: np.dtype[Any]) -> StepInputs:
+    """A decode step of nobody, which once padded runs every op and changes nothing."""
+    none = np.zeros(0, np.int32)
+    return StepInputs(
+        input_ids=none,
+        position_ids=none,
+        cu_query_lens=np.zeros(1, np.int32),
+        sequence_length=none,
+        kv_cache_block_offsets=np.zeros((0, 1), np.int32),
+        decode_shape=(0, 1),
+        logit_rows=none,
+        prompt_embedding_table=np.zeros((1, hidden_size), dtype),
+    )
 
 
 def pad_decode(inputs: StepInputs, requests: int, max_pages: int) -> StepInputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from m3trt.build import tensors
 from m3trt.build.engine_dir import EngineDir
 from m3trt.build.library import PLUGIN_LIBRARY
 from m3trt.runtime.bindings import CACHE_SCALE, cache_names, scale_names, step_arrays
-from m3trt.runtime.decode_padding import is_decode_step, pad_decode, padded_requests
+from m3trt.runtime.decode_padding import (
+    decode_sizes,
+    is_decode_step,
+    no_requests,
+    pad_decode,
+    padded_requests,
+)
 from m3trt.runtime.step import Int32, StepInputs
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
 from m3trt.runtime.tensorrt.memory import import_torch
@@ -62,6 +69,19 @@ class TensorRTExecutor:
             self._engine.bind_zeros(name, (self.num_pages, *shape[1:]), tensors.updated(name))
         for name in self._engine.inputs.keys() & set(scale_names(engine.config)):
             self._engine.bind_array(name, np.array([CACHE_SCALE], np.float32))
+        self._capture()
+
+    def _capture(self) -> None:
+        """Capture every batch size now: a second each for 60 layers, which no request should
+        wait for."""
+        dtype, (_, hidden_size) = self._engine.inputs[tensors.PROMPT_EMBEDDING_TABLE]
+        nobody = no_requests(hidden_size, dtype)
+        start = time.monotonic()
+        sizes = decode_sizes(self._max_requests)
+        for size in sizes:
+            step = pad_decode(nobody, size, self._max_pages)
+            self._engine.run_captured(step_arrays(step), tensors.LOGITS)
+        logger.info("decode of %s requests captured in %.1f s", sizes, time.monotonic() - start)
 
     def step(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Run one step and return logits fp32 [n, vocab_size]; see `DeviceEngine.run`."""

@@ -6,7 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from m3trt.runtime.decode_padding import is_decode_step, pad_decode, padded_requests
+from m3trt.runtime.decode_padding import (
+    decode_sizes,
+    is_decode_step,
+    no_requests,
+    pad_decode,
+    padded_requests,
+)
 from m3trt.runtime.step import StepInputs
 
 pytestmark = pytest.mark.smoke
@@ -30,8 +36,8 @@ def test_sizes_are_few():
         *(1, 2, 4, 4, 8, 8, 16, 16, 24, 100)
     ]
     assert padded_requests(3, 3) == 3
-    sizes = {padded_requests(n, 64) for n in range(1, 65)}
-    assert len(sizes) == 11
+    assert decode_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert decode_sizes(3) == [1, 2, 3]
     assert all(padded_requests(n, 64) >= n for n in range(1, 65))
 
 
@@ -60,6 +66,18 @@ def test_a_full_step_keeps_its_rows():
     padded = pad_decode(decode_step(4), 4, 2)
     assert padded.sequence_length.tolist() == [101, 102, 103, 104]
     assert padded.cu_query_lens.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_step_of_nobody_has_the_shapes_of_any_other():
+    nobody = pad_decode(no_requests(4, np.dtype(np.float32)), 8, 16)
+    other = pad_decode(decode_step(), 8, 16)
+    for field in dataclasses.fields(nobody):
+        mine, theirs = getattr(nobody, field.name), getattr(other, field.name)
+        assert np.shape(mine) == np.shape(theirs)
+        assert np.asarray(mine).dtype == np.asarray(theirs).dtype
+    assert not nobody.sequence_length.any()
+    assert not nobody.cu_query_lens.any()
+    assert (nobody.kv_cache_block_offsets == -1).all()
 
 
 @pytest.mark.parametrize(
