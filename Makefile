@@ -19,6 +19,7 @@ CLIENT := .venv/client/bin/python
 PIP     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 PIP_INTO = .venv/models/bin/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check
 CHECKPOINT = $(OUTPUT).checkpoint
+REAL_CONFIG := tests/data/minimax_m3_config.json
 
 # NumPy's BLAS spins: on few cores one thread a process is up to three times faster than many
 export OPENBLAS_NUM_THREADS ?= 1
@@ -108,8 +109,14 @@ test-numpy1: .venv/models/.done ## Unit tests on numpy 1.26, in the environment 
 test-slow: setup .venv/test/.done out/libm3_plugins.so ## Gigabyte conversions, the real 60-layer build, soak
 	$(TEST) -m pytest -m slow
 
-test-gpu: .venv/test/.done plugins ## Every plugin against an FP64 reference on this machine's GPU
+test-gpu: .venv/test/.done plugins ## Plugins, engines and full-width layers on this machine's GPU, then compute-sanitizer
 	$(TEST) -m pytest -m gpu
+	tests/sanitize.sh $(TEST)
+
+bench: .venv/test/.done plugins ## Times on this machine's GPU, with a record a case in bench/results/
+	$(TEST) -m m3trt.bench.gemm --model_config $(REAL_CONFIG)
+	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) slice
+	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) rank
 
 lint: .venv/test/.done ## ruff, mypy --strict, clang-format
 	.venv/test/bin/ruff check .

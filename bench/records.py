@@ -21,10 +21,20 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, with `-dirty` if files differ from it."""
+    """The commit that is measured, with `-dirty` if files differ from it; `M3_COMMIT` names that of
+    a copy without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=False)
-    return result.stdout.strip() or "unknown"
+    return result.stdout.strip() or os.environ.get("M3_COMMIT", "unknown")
+
+
+def gpu() -> dict[str, str]:
+    """Name and driver of the GPU, as `device` and `driver` of a record."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    name, driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
+        ","
+    )
+    return {"device": name.strip(), "driver": driver.strip()}
 
 
 def append_record(bench: str, record: dict[str, Any], versions: dict[str, str]) -> None:

@@ -27,6 +27,8 @@ class Geometry:
 GEOMETRIES = {
     "small": Geometry(4, 2, head_dim=16, block_size=8, top_k_blocks=3),
     "real-blocks": Geometry(8, 4, head_dim=128, block_size=128, top_k_blocks=16),
+    "gqa8": Geometry(32, 4, head_dim=128, block_size=128, top_k_blocks=16),
+    "gqa16": Geometry(64, 4, head_dim=128, block_size=128, top_k_blocks=16),
     "parallel": Geometry(8, 4, head_dim=16, block_size=8, top_k_blocks=3),
     "demo": Geometry(
         8,
@@ -43,8 +45,9 @@ GEOMETRIES = {
     ),
 }
 """`small` crosses block borders within tens of tokens; `real-blocks` has the released attention
-sizes but few heads; `parallel` divides by 8 ranks; `demo` adds the real vocabulary, tokenizer and
-chat template."""
+sizes but few heads, `gqa8` and `gqa16` also 8 and 16 query heads a KV head, as the released model
+at TP 8 and at TP 1 to 4; `parallel` divides by 8 ranks; `demo` adds the real vocabulary, tokenizer
+and chat template."""
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 64

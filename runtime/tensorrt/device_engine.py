@@ -1,4 +1,4 @@
-"""One deserialised engine with its execution context, stream and bindings."""
+"""One deserialised engine with its stream, the memory bound to it and its captured graphs."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import numpy.typing as npt
 from m3trt.build.library import import_library, load_plugins
 from m3trt.build.tensors import is_weight
 from m3trt.runtime.bindings import check_size
-from m3trt.runtime.tensorrt.memory import StagedBuffer, Uploader, import_torch
+from m3trt.runtime.tensorrt.memory import Uploader, import_torch
+from m3trt.runtime.tensorrt.step_context import (
+    DTYPES,
+    Binding,
+    CapturedStep,
+    DeviceError,
+    Shapes,
+    StepContext,
+)
 from m3trt.runtime.weights import map_weights, match_weights
-
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "FLOAT": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "FP8": np.dtype(ml_dtypes.float8_e4m3fn),
-    "INT8": np.dtype(np.int8),
-    "INT32": np.dtype(np.int32),
-}
-"""NumPy dtypes by the name of TensorRT's."""
-
-
-class DeviceError(RuntimeError):
-    """TensorRT refused to load or to run an engine."""
 
 
 class DeviceEngine:
@@ -41,20 +34,22 @@ class DeviceEngine:
 
     def __init__(self, path: Path, library: str, plugin_library: Path) -> None:
         torch = import_torch()
-        trt = import_library(library)
+        self._trt = import_library(library)
         self._path = path
-        self._logger = trt.Logger(trt.Logger.WARNING)
+        self._logger = self._trt.Logger(self._trt.Logger.WARNING)
         load_plugins(library, plugin_library)
-        self._runtime = trt.Runtime(self._logger)
+        self._runtime = self._trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
             raise DeviceError(f"{library} cannot load {path}: its messages above say why")
-        self._context = self._engine.create_execution_context()
-        if self._context is None:
-            raise DeviceError(f"{path}: no execution context, most likely for lack of GPU memory")
-        self._stream = torch.cuda.Stream()
-        self._bound: dict[str, Any] = {}
-        self._buffers: dict[str, StagedBuffer] = {}
+        self.stream = torch.cuda.Stream()
+        """The `torch.cuda.Stream` of all steps."""
+        size = self._engine.device_memory_size_v2
+        self._scratch = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
+        self._config = self._runtime_config()
+        self._bound: dict[str, Binding] = {}
+        self._eager: Any = self._new_context()
+        self._graphs: dict[Shapes, CapturedStep] = {}
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self.inputs = {
             name: (
@@ -62,9 +57,36 @@ class DeviceEngine:
                 tuple(self._engine.get_tensor_shape(name)),
             )
             for name in names
-            if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+            if self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT
         }
         """Dtype and shape of every input; a dynamic dimension is -1."""
+
+    def _runtime_config(self) -> Any:
+        """Contexts share their scratch memory. TensorRT-RTX would compile kernels for the shapes
+        of a step behind its back and change to them, and with them the bits, at any moment."""
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(
+            self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        )
+        if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
+            strategies = self._trt.DynamicShapesKernelSpecializationStrategy
+            config.dynamic_shapes_kernel_specialization_strategy = strategies.NONE
+        return config
+
+    def _new_context(self) -> StepContext:
+        context = self._engine.create_execution_context(self._config)
+        if context is None:
+            raise DeviceError(f"{self._path}: no execution context, most likely for lack of memory")
+        context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
+        step = StepContext(self._path.name, self._engine, context, self.stream)
+        for name, binding in self._bound.items():
+            step.bind(name, binding)
+        return step
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device memory that steps need beside weights, caches and staging buffers."""
+        return int(self._scratch.numel())
 
     def bind_weights(self, path: Path) -> None:
         """Stream a safetensors file, which must hold exactly the engine's weights, to the GPU.
@@ -78,9 +100,9 @@ class DeviceEngine:
         expected = {name: kind for name, kind in self.inputs.items() if is_weight(name)}
         match_weights(path, weights, expected)
         uploader = Uploader(sum(array.nbytes for array in weights.values()))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             for name, array in weights.items():
-                self._bind(name, array.shape, uploader.upload(array))
+                self.bind(name, Binding(array.shape, uploader.upload(array)))
             uploader.finish()
 
     def bind_zeros(self, name: str, shape: tuple[int, ...], output: str) -> None:
@@ -92,29 +114,26 @@ class DeviceEngine:
         torch = import_torch()
         check_size(name, shape)
         size = math.prod(shape) * self.inputs[name][0].itemsize
-        with torch.cuda.stream(self._stream):  # steps must not start before it is zero
+        with torch.cuda.stream(self.stream):  # steps must not start before it is zero
             memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
-        self._bind(name, shape, memory)
-        self._context.set_tensor_address(output, memory.data_ptr())
+        self.bind(name, Binding(shape, memory, output))
 
     def bind_array(self, name: str, array: npt.NDArray[Any]) -> None:
         """Copy a small array to the GPU for good."""
         torch = import_torch()
-        with torch.cuda.stream(self._stream):
-            self._bind(name, array.shape, torch.from_numpy(array.copy()).cuda())
+        with torch.cuda.stream(self.stream):
+            memory = torch.from_numpy(array.copy()).cuda()
+        self.bind(name, Binding(array.shape, memory))
 
-    def _bind(self, name: str, shape: tuple[int, ...], memory: Any) -> None:
-        check_size(name, shape)
-        self._bound[name] = memory
-        self._set_input(name, shape, memory.data_ptr())
+    def bind(self, name: str, binding: Binding) -> None:
+        """Bind device memory for good, before the first `run_captured`.
 
-    def _set_input(self, name: str, shape: tuple[int, ...], address: int) -> None:
-        if not self._context.set_input_shape(name, shape):
-            raise DeviceError(
-                f"{self._path.name}: {name} {list(shape)} is outside the engine's profile"
-                f" {[list(s) for s in self._engine.get_tensor_profile_shape(name, 0)]}"
-            )
-        self._context.set_tensor_address(name, address)
+        Raises:
+            ValueError: it is larger than TensorRT takes.
+            DeviceError: its shape is outside the engine's profile.
+        """
+        self._eager.bind(name, binding)
+        self._bound[name] = binding
 
     def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
         """Run one step and return one output on the host; waits for the GPU.
@@ -122,28 +141,42 @@ class DeviceEngine:
         Raises:
             DeviceError: a shape is outside the profile, an input is missing, or the GPU failed.
             TypeError: an array has another dtype than the engine.
+            ValueError: an array is larger than TensorRT takes.
         """
-        torch = import_torch()
-        with torch.cuda.stream(self._stream):
-            for name, array in feeds.items():
-                if array.dtype != self.inputs[name][0]:
-                    raise TypeError(f"{name} is {array.dtype}, expected {self.inputs[name][0]}")
-                buffer = self._buffers.setdefault(name, StagedBuffer())
-                self._set_input(name, array.shape, buffer.write(array))
-            if missing := self._context.infer_shapes():
-                raise DeviceError(f"{self._path.name}: inputs {missing} are not set")
-            shape = tuple(self._context.get_tensor_shape(output))
-            dtype = DTYPES[self._engine.get_tensor_dtype(output).name]
-            result = self._buffers.setdefault(output, StagedBuffer())
-            size = math.prod(shape) * dtype.itemsize
-            self._context.set_tensor_address(output, result.reserve(size))
-            if not self._context.execute_async_v3(self._stream.cuda_stream):
-                raise DeviceError(f"{self._path.name}: the step failed, see the messages above")
-            return result.read(size).view(dtype).reshape(shape)
+        with import_torch().cuda.stream(self.stream):
+            result: npt.NDArray[Any] = self._eager.run(feeds, output)
+            return result
+
+    def run_captured(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
+        """`run` as a CUDA graph, captured for each set of shapes when it first comes: for steps
+        of few different shapes. Gives the same bits.
+
+        Raises:
+            As `run`.
+        """
+        with import_torch().cuda.stream(self.stream):
+            return self.captured(feeds).run(feeds, output)
+
+    def launch(self, inputs: Mapping[str, Binding], outputs: Mapping[str, Any]) -> None:
+        """Launch a step whose arrays are device memory already; does not wait for it.
+
+        Raises:
+            As `run`.
+        """
+        for name, binding in inputs.items():
+            self._eager.bind(name, binding)
+        self._eager.launch(outputs)
+
+    def captured(self, feeds: Mapping[str, npt.NDArray[Any]]) -> CapturedStep:
+        """The captured step that runs `feeds`."""
+        shapes = tuple(array.shape for array in feeds.values())
+        if shapes not in self._graphs:
+            self._graphs[shapes] = CapturedStep(self._new_context(), self.stream)
+        return self._graphs[shapes]
 
     def close(self) -> None:
         """Release the engine and all memory bound to it."""
-        self._stream.synchronize()
-        self._context = self._engine = self._runtime = None
+        self.stream.synchronize()
+        self._graphs.clear()
+        self._eager = self._config = self._engine = self._runtime = self._scratch = None
         self._bound.clear()
-        self._buffers.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ from m3trt.build import tensors
 from m3trt.build.engine_dir import EngineDir
 from m3trt.build.library import PLUGIN_LIBRARY
 from m3trt.runtime.bindings import CACHE_SCALE, cache_names, scale_names, step_arrays
+from m3trt.runtime.decode_padding import (
+    decode_sizes,
+    is_decode_step,
+    no_requests,
+    pad_decode,
+    padded_requests,
+)
 from m3trt.runtime.step import Int32, StepInputs
-from m3trt.runtime.tensorrt.device_engine import DeviceEngine, DeviceError
+from m3trt.runtime.tensorrt.device_engine import DeviceEngine
 from m3trt.runtime.tensorrt.memory import import_torch
+from m3trt.runtime.tensorrt.step_context import DeviceError
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +34,8 @@ CACHE_SHARE = 0.9
 
 class TensorRTExecutor:
     """Runs `rank0.engine` on the current GPU. The caches start as zeros.
+
+    Decode steps are padded to few batch sizes and run as CUDA graphs, steps with context eagerly.
 
     Args:
         library: "tensorrt" or "tensorrt_rtx", as the engine was built with.
@@ -47,6 +58,8 @@ class TensorRTExecutor:
                 f"the engine has tp_size {engine.config.tp_size}, the GPU runtime of this version"
                 " runs 1: convert with --tp_size 1, or use --runtime reference"
             )
+        self._max_requests = engine.build.max_batch_size
+        self._max_pages = engine.build.max_pages_per_sequence(engine.config)
         self._engine = DeviceEngine(engine.engine(0), library, plugin_library)
         self._engine.bind_weights(engine.weights(0))
         caches = {name: self._engine.inputs[name] for name in cache_names(engine.config)}
@@ -56,10 +69,31 @@ class TensorRTExecutor:
             self._engine.bind_zeros(name, (self.num_pages, *shape[1:]), tensors.updated(name))
         for name in self._engine.inputs.keys() & set(scale_names(engine.config)):
             self._engine.bind_array(name, np.array([CACHE_SCALE], np.float32))
+        self._capture()
+
+    def _capture(self) -> None:
+        """Capture every batch size now: a second each for 60 layers, which no request should
+        wait for."""
+        dtype, (_, hidden_size) = self._engine.inputs[tensors.PROMPT_EMBEDDING_TABLE]
+        nobody = no_requests(hidden_size, dtype)
+        start = time.monotonic()
+        sizes = decode_sizes(self._max_requests)
+        for size in sizes:
+            step = pad_decode(nobody, size, self._max_pages)
+            self._engine.run_captured(step_arrays(step), tensors.LOGITS)
+        logger.info("decode of %s requests captured in %.1f s", sizes, time.monotonic() - start)
 
     def step(self, inputs: StepInputs) -> npt.NDArray[np.float32]:
         """Run one step and return logits fp32 [n, vocab_size]; see `DeviceEngine.run`."""
-        return self._engine.run(step_arrays(inputs), tensors.LOGITS)
+        if not is_decode_step(inputs):
+            return self._engine.run(step_arrays(inputs), tensors.LOGITS)
+        logits = self._engine.run_captured(step_arrays(self.padded(inputs)), tensors.LOGITS)
+        return logits[: inputs.logit_rows.size]
+
+    def padded(self, inputs: StepInputs) -> StepInputs:
+        """The decode step as it is captured."""
+        requests = padded_requests(inputs.sequence_length.size, self._max_requests)
+        return pad_decode(inputs, requests, self._max_pages)
 
     def close(self) -> None:
         self._engine.close()

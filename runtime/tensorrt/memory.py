@@ -36,7 +36,7 @@ def chunks(size: int, chunk: int) -> Iterator[slice]:
 
 
 class StagedBuffer:
-    """A device buffer and a pinned host buffer of the same size, which grow on demand."""
+    """A device buffer that grows on demand, filled and read through pinned host memory."""
 
     def __init__(self) -> None:
         self._device: Any = None
@@ -44,10 +44,8 @@ class StagedBuffer:
 
     def reserve(self, size: int) -> int:
         """Make room for `size` bytes and return the device address, never null."""
-        torch = import_torch()
         if self._device is None or self._device.numel() < size:
-            self._device = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
-            self._host = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+            self._device = _device_bytes(size)
         return int(self._device.data_ptr())
 
     def write(self, array: npt.NDArray[Any]) -> int:
@@ -57,17 +55,33 @@ class StagedBuffer:
         """
         source = as_bytes(array)
         address = self.reserve(source.size)
+        if self._host is None or self._host.numel() < source.size:
+            self._host = _pinned(source.size)
         self._host.numpy()[: source.size] = source
         self._device[: source.size].copy_(self._host[: source.size], non_blocking=True)
         return address
 
     def read(self, size: int) -> npt.NDArray[np.uint8]:
-        """Copy the first `size` bytes to the host, wait for the current stream, return a copy."""
-        torch = import_torch()
-        self._host[:size].copy_(self._device[:size], non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        copy: npt.NDArray[np.uint8] = self._host.numpy()[:size].copy()
-        return copy
+        """Copy the first `size` bytes to the host and wait for the current stream.
+
+        torch keeps pinned memory that is no longer referred to, so after the first steps the
+        array, which the caller owns, costs neither an allocation nor a second copy.
+        """
+        host = _pinned(size)
+        host[:size].copy_(self._device[:size], non_blocking=True)
+        import_torch().cuda.current_stream().synchronize()
+        array: npt.NDArray[np.uint8] = host.numpy()[:size]
+        return array
+
+
+def _pinned(size: int) -> Any:
+    torch = import_torch()
+    return torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+
+
+def _device_bytes(size: int) -> Any:
+    torch = import_torch()
+    return torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
 
 
 class Uploader:
@@ -75,9 +89,7 @@ class Uploader:
 
     def __init__(self, total_bytes: int) -> None:
         torch = import_torch()
-        self._buffers = [
-            torch.empty(UPLOAD_CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-        ]
+        self._buffers = [_pinned(UPLOAD_CHUNK) for _ in range(2)]
         self._free = [torch.cuda.Event() for _ in range(2)]
         self._next = 0
         self._total, self._done = total_bytes, 0
@@ -85,9 +97,8 @@ class Uploader:
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
         """A torch uint8 tensor on the device that holds the array's bytes."""
-        torch = import_torch()
         source = as_bytes(array)
-        target = torch.empty(max(source.size, 1), dtype=torch.uint8, device="cuda")
+        target = _device_bytes(source.size)
         for piece in chunks(source.size, UPLOAD_CHUNK):
             host, free = self._buffers[self._next], self._free[self._next]
             free.synchronize()

@@ -8,6 +8,7 @@ the same token ids.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from m3trt.build.__main__ import main as build
 from m3trt.build.engine_dir import EngineDir
+from m3trt.build.library import resolve_runtime
 from m3trt.convert.__main__ import main as convert
 from m3trt.convert.tiny import write_tiny_checkpoint
 from m3trt.runtime.executors import create_executor, create_vision_executor
@@ -49,18 +51,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def engine(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., EngineDir]:
-    """engine(geometry, dtype, tp_size) -> a reference engine made by the two commands."""
-    made: dict[tuple[str, str, int], EngineDir] = {}
+    """engine(geometry, dtype, tp_size, runtime) -> an engine made by the two commands."""
+    made: dict[tuple[str, str, int, str], EngineDir] = {}
 
-    def make(geometry: str, dtype: str, tp_size: int = 1) -> EngineDir:
-        key = geometry, dtype, tp_size
+    def make(geometry: str, dtype: str, tp_size: int = 1, runtime: str = "reference") -> EngineDir:
+        key = geometry, dtype, tp_size, runtime
         if key not in made:
             folder = tmp_path_factory.mktemp("engine")
             source, middle, target = str(checkpoint(geometry)), folder / "ckpt", folder / "engine"
             command = ["--model_dir", source, "--output_dir", str(middle), "--dtype", dtype]
             assert convert([*command, "--tp_size", str(tp_size)]) == 0
             command = ["--checkpoint_dir", str(middle), "--output_dir", str(target)]
-            command += ["--runtime", "reference", "--gather_context_logits"]
+            command += ["--runtime", runtime, "--gather_context_logits", "--workers", "2"]
             assert build(command) == 0
             made[key] = EngineDir.load(target)
         return made[key]
@@ -280,22 +282,40 @@ class Sequence:
 
 @pytest.fixture(scope="session")
 def driver(engine: Callable[..., EngineDir]) -> Callable[..., Driver]:
-    """driver(geometry, dtype, tp_size, table) -> a fresh executor with poisoned pages."""
+    """driver(geometry, dtype, tp_size, table, runtime, pages) -> a fresh executor with poisoned
+    pages."""
 
-    def make(geometry: str, dtype: str, tp_size: int = 1, table: Any = None) -> Driver:
-        found = engine(geometry, dtype, tp_size)
-        pages = 3 * found.build.max_pages_per_sequence(found.config)
-        executor = create_executor(found, "reference", pages)
-        for program in executor._programs:
-            for name, array in program._bound.items():
-                if "cache" in name:
-                    array[...] = np.nan
+    def make(
+        geometry: str,
+        dtype: str,
+        tp_size: int = 1,
+        table: Any = None,
+        runtime: str = "reference",
+        pages: int = 0,
+    ) -> Driver:
+        found = engine(geometry, dtype, tp_size, runtime)
+        pages = pages or 3 * found.build.max_pages_per_sequence(found.config)
+        executor = create_executor(found, runtime, pages)
+        poison(executor)
         if table is None:
             table = np.zeros((1, found.config.hidden_size), NUMPY_DTYPES[dtype])
         order = np.random.default_rng(5).permutation(pages).tolist()
         return Driver(executor, found, table, order)
 
     return make
+
+
+def poison(executor: Any) -> None:
+    """Fill the caches with NaN."""
+    for program in getattr(executor, "_programs", []):
+        for name, array in program._bound.items():
+            if "cache" in name:
+                array[...] = np.nan
+    if engine := getattr(executor, "_engine", None):
+        for name, binding in engine._bound.items():
+            if "cache" in name:
+                binding.memory.fill_(0xFF)
+        torch.cuda.synchronize()
 
 
 @pytest.fixture(scope="session")
@@ -306,12 +326,44 @@ def sequence() -> type[Sequence]:
 
 @pytest.fixture(scope="session")
 def vision(engine: Callable[..., EngineDir]) -> Callable[[str, str], Any]:
-    """vision(geometry, dtype) -> encode(patches float32, positions, cu_seqlens)."""
+    """vision(geometry, dtype, runtime) -> encode(patches float32, positions, cu_seqlens)."""
 
-    def make(geometry: str, dtype: str) -> Callable[..., Any]:
-        executor = create_vision_executor(engine(geometry, dtype), "reference")
+    def make(geometry: str, dtype: str, runtime: str = "reference") -> Callable[..., Any]:
+        executor = create_vision_executor(engine(geometry, dtype, 1, runtime), runtime)
         kind = NUMPY_DTYPES[dtype]
         return lambda patches, *segments: executor.encode(patches.astype(kind), *segments)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def gpu_runtime() -> str:
+    """The library that builds and runs engines on this machine's GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU on this machine")
+    name = resolve_runtime("auto")
+    assert name != "reference", "neither tensorrt nor tensorrt_rtx can be imported"
+    return name
+
+
+@pytest.fixture(scope="session")
+def reference_logits(
+    engine: Callable[..., EngineDir], driver: Callable[..., Driver]
+) -> Callable[..., Any]:
+    """reference_logits(geometry, dtype, ids, table): the reference executor's. With many heads it
+    takes a minute, so they are kept in out/reference."""
+    folder = Path(__file__).resolve().parents[2] / "out" / "reference"
+
+    def make(geometry: str, dtype: str, ids: Any, table: Any = None) -> Any:
+        found = engine(geometry, dtype)
+        key = hashlib.sha256(found.weights(0).read_bytes())
+        for array in (ids, table):
+            key.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+        file = folder / f"{key.hexdigest()[:16]}.npy"
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            np.save(file, driver(geometry, dtype, table=table).run(ids, 2048))
+        return np.load(file)
 
     return make
 

@@ -1,4 +1,4 @@
-"""Runs the GPU tests of the plugins where a GPU and pytest are; fails when nothing ran.
+"""Runs the GPU tests of plugins and engines where a GPU and pytest are; fails when nothing ran.
 
 python tests/plugins/run_gpu.py [pytest arguments]
 """
@@ -26,8 +26,9 @@ def main(arguments: list[str]) -> int:
         print(f"cannot run: {reason}", file=sys.stderr)
         return 2
     counter = Counter()
-    folder = str(Path(__file__).resolve().parent)
-    status = int(pytest.main([folder, "-m", "gpu", "-q", *arguments], plugins=[counter]))
+    plugins = Path(__file__).resolve().parent
+    folders = [str(plugins), str(plugins.parent / "parity")]
+    status = int(pytest.main([*folders, "-m", "gpu", "-q", *arguments], plugins=[counter]))
     print(f"{counter.passed} GPU tests passed")
     return status or (0 if counter.passed else 1)
 

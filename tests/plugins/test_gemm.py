@@ -119,3 +119,20 @@ def test_is_exact_product(size: str, variant: str, dtype: str) -> None:
 def test_long_input_goes_slab_by_slab() -> None:
     """7,000 x 5,120 fp32 sums exceed the workspace that waits for the epilogue."""
     check("bf16", "gelu", 7000, 5120, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+def test_the_largest_binding() -> None:
+    """A weight of 2**31 - 64 elements, 4.3 GB: TensorRT miscomputes from 2**31 on."""
+    n, k = (1 << 25) - 1, 64
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, weight = (
+        torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for shape in ((1, k), (n, k))
+    )
+    y = harness.run(node("bf16", "plain", n, k), {"x": x, "weight": weight})["y"]
+    exact = (weight.float() @ x.float().T).flatten().cpu()
+    assert torch.isfinite(y).all()
+    assert (y.flatten().float() - exact).abs().max() <= exact.abs().max() * 2**-8

@@ -1,7 +1,8 @@
 """A TensorRT and a torch that run on the CPU, so that bindings can be tested without a GPU.
 
 The fake engine file is an ONNX file. The fake context knows of every tensor only its shape and its
-address, reads and writes memory there, and lets ONNX's evaluator compute.
+address, reads and writes memory there, and lets ONNX's evaluator compute. While a graph is captured
+it computes nothing; a replay computes with the addresses and shapes of then.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import ctypes
 import enum
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import onnx
 import pytest
 from m3trt.runtime.reference.gemm import M3Gemm
-from m3trt.runtime.tensorrt import device_engine, executor, memory
+from m3trt.runtime.tensorrt import device_engine, executor, memory, step_context
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
@@ -70,7 +71,15 @@ class Engine:
             for size in (0, 1, LARGEST)
         ]
 
-    def create_execution_context(self) -> Context:
+    device_memory_size_v2 = 1024
+
+    def create_runtime_config(self) -> Any:
+        return types.SimpleNamespace(
+            set_execution_context_allocation_strategy=lambda strategy: None,
+            dynamic_shapes_kernel_specialization_strategy=None,
+        )
+
+    def create_execution_context(self, config: Any) -> Context:
         return Context(self)
 
 
@@ -79,6 +88,10 @@ class Context:
         self.engine = engine
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert address
+        assert size >= self.engine.device_memory_size_v2
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         limits = self.engine.get_tensor_profile_shape(name, 0)[2]
@@ -104,13 +117,16 @@ class Context:
         )
 
     def memory(self, name: str) -> Any:
-        dtype = device_engine.DTYPES[self.engine.get_tensor_dtype(name).name]
+        dtype = step_context.DTYPES[self.engine.get_tensor_dtype(name).name]
         shape = self.get_tensor_shape(name)
         size = int(np.prod(shape)) * dtype.itemsize
         raw = (ctypes.c_uint8 * size).from_address(self.addresses[name])
         return np.frombuffer(raw, dtype).reshape(shape)
 
     def execute_async_v3(self, stream: int) -> bool:
+        if Graph.capturing is not None:
+            Graph.capturing.steps.append((self, dict(self.shapes), dict(self.addresses)))
+            return True
         feeds = {name: self.memory(name) for name in self.engine.inputs}
         evaluator = ReferenceEvaluator(self.engine.model, new_ops=[M3Gemm, Accumulate])
         results = evaluator.run(None, feeds)
@@ -120,6 +136,32 @@ class Context:
             else:
                 self.memory(name)[...] = value
         return True
+
+
+class Graph:
+    """A CUDA graph: what was enqueued while it was captured, and how often it was replayed."""
+
+    capturing: Graph | None = None
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Context, dict[str, tuple[int, ...]], dict[str, int]]] = []
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for context, shapes, addresses in self.steps:
+            context.shapes, context.addresses = dict(shapes), dict(addresses)
+            assert context.execute_async_v3(0)
+
+
+@contextlib.contextmanager
+def capture(graph: Graph, **options: Any) -> Iterator[None]:
+    assert not graph.steps
+    Graph.capturing = graph
+    try:
+        yield
+    finally:
+        Graph.capturing = None
 
 
 class Runtime:
@@ -155,7 +197,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.full((size,), 0xA5, dtype=options["dtype"])
 
     logger = type("Logger", (), {"WARNING": 1, "__init__": lambda self, level: None})
-    trt = types.SimpleNamespace(Logger=logger, Runtime=Runtime, TensorIOMode=Mode)
+    strategies = types.SimpleNamespace(USER_MANAGED=0, NONE=0)
+    trt = types.SimpleNamespace(
+        Logger=logger,
+        Runtime=Runtime,
+        TensorIOMode=Mode,
+        ExecutionContextAllocationStrategy=strategies,
+        DynamicShapesKernelSpecializationStrategy=strategies,
+    )
     fake_torch = types.SimpleNamespace(
         empty=empty,
         zeros=lambda size, **options: torch.zeros(size, dtype=options["dtype"]),
@@ -166,12 +215,14 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             Event=Event,
             stream=lambda stream: contextlib.nullcontext(),
             current_stream=Stream,
+            CUDAGraph=Graph,
+            graph=capture,
             mem_get_info=lambda: (1000, 2000),
         ),
     )
     monkeypatch.setattr(device_engine, "import_library", lambda name: trt)
     monkeypatch.setattr(device_engine, "load_plugins", lambda name, path: None)
-    for module in (memory, device_engine, executor):
+    for module in (memory, device_engine, step_context, executor):
         monkeypatch.setattr(module, "import_torch", lambda: fake_torch)
 
 

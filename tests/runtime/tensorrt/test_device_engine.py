@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from m3trt.runtime.tensorrt import memory
-from m3trt.runtime.tensorrt.device_engine import DeviceEngine, DeviceError
+from m3trt.runtime.tensorrt.device_engine import DeviceEngine
 from m3trt.runtime.tensorrt.executor import TensorRTExecutor, _pages_that_fit
+from m3trt.runtime.tensorrt.step_context import Binding, DeviceError
 from m3trt.runtime.weights import WeightFileError
 from safetensors.numpy import save_file
 
@@ -36,8 +37,30 @@ def test_steps_of_any_size_share_weights_and_cache(engine, rng):
         assert y.shape == (rows, 2)
         assert np.allclose(y, x @ WEIGHT.T)
         total += x.sum(axis=0)
-    cache = engine._bound["cache"].numpy().view(np.float32).reshape(5, 3)
+    cache = engine._bound["cache"].memory.numpy().view(np.float32).reshape(5, 3)
     assert np.allclose(cache, total, atol=1e-6)
+
+
+def test_captured_steps_give_what_eager_ones_give(engine, rng):
+    engine.bind_zeros("cache", (5, 3), "cache_out")
+    total = np.zeros(3)
+    for turn in range(3):
+        for rows in (2, 8, 0):
+            x = rng.standard_normal((rows, 3)).astype(np.float32)
+            y = engine.run_captured({"x": x}, "y")
+            assert np.allclose(y, x @ WEIGHT.T)
+            assert engine.captured({"x": x}).graph.replays == turn
+            eager = rng.standard_normal((5, 3)).astype(np.float32)
+            assert np.allclose(engine.run({"x": eager}, "y"), eager @ WEIGHT.T)
+            total += x.sum(axis=0) + eager.sum(axis=0)
+    cache = engine._bound["cache"].memory.numpy().view(np.float32).reshape(5, 3)
+    assert np.allclose(cache, total, atol=1e-5)
+    assert len(engine._graphs) == 3
+
+
+def test_an_engine_can_be_closed_twice(engine):
+    engine.close()
+    engine.close()
 
 
 def test_an_input_that_is_not_bound_is_named(engine):
@@ -71,7 +94,7 @@ def test_an_engine_that_does_not_load(tmp_path):
 
 def test_a_binding_that_tensorrt_would_miscompute_is_refused(engine):
     with pytest.raises(ValueError, match="cache would have 2147483648 elements"):
-        engine._bind("cache", (2**31,), None)
+        engine.bind("cache", Binding((2**31,), None))
 
 
 def test_uploads_pass_through_two_buffers_and_report(monkeypatch, caplog, rng):

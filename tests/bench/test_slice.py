@@ -1,0 +1,96 @@
+"""The parts of the GPU benches that need no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from m3trt.bench import random_engine
+from m3trt.bench.device_time import op_of
+from m3trt.bench.floors import step_floors
+from m3trt.bench.gemm import projections
+from m3trt.bench.slice import CASES, Case, model, page_count, step_inputs
+from m3trt.build.configuration import BuildConfig
+from m3trt.build.network import build_text_network
+
+pytestmark = pytest.mark.smoke
+
+MODEL = Path(__file__).resolve().parents[1] / "data" / "minimax_m3_config.json"
+
+
+def test_the_models():
+    rank, part = model("rank", MODEL), model("slice", MODEL)
+    assert (rank.num_hidden_layers, rank.tp_size, rank.vision) == (60, 8, None)
+    assert (part.num_hidden_layers, part.tp_size, sum(part.moe_layers)) == (6, 1, 5)
+    assert random_engine.page_bytes(rank) == 60 * 65536 + 57 * 32768
+
+
+def test_collectives_are_dropped():
+    config = model("rank", MODEL)
+    config = dataclasses.replace(
+        config, num_hidden_layers=4, sparse_layers=(False, *[True] * 3), moe_layers=(False,) * 4
+    )
+    graph = build_text_network(config, BuildConfig.for_model(config), 0)
+    before = len(graph.graph.node)
+    random_engine.drop_collectives(graph, config.local_vocab_size)
+    assert len(graph.graph.node) == before - 4 * 2 - 1
+    assert not [n for n in graph.graph.node if n.op_type in random_engine.COLLECTIVES]
+    made = [name for node in graph.graph.node for name in node.output]
+    given = {x.name for x in [*graph.graph.input, *graph.graph.initializer]} | set(made)
+    assert len(made) == len(set(made))
+    assert {name for node in graph.graph.node for name in node.input} <= given
+    assert {x.name for x in graph.graph.output} <= given
+    (logits,) = (x for x in graph.graph.output if x.name == "logits")
+    assert logits.type.tensor_type.shape.dim[1].dim_value == 200064 // 8
+    onnx.load_from_string(graph.SerializeToString())
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_steps_fit_the_engine(kind):
+    config = model(kind, MODEL)
+    for case in CASES[kind]:
+        inputs, shared = step_inputs(case, config, pages=100, width=1200)
+        assert inputs.sequence_length.tolist() == [case.context + case.new] * case.requests
+        assert inputs.input_ids.size == inputs.cu_query_lens[-1] == case.requests * case.new
+        assert shared == (case.requests * -(-(case.context + case.new) // 128) > 100)
+        used = inputs.kv_cache_block_offsets[0, : -(-(case.context + case.new) // 128)]
+        assert used.min() >= 0
+        assert used.max() < 100
+        assert inputs.position_ids[0] == case.context
+        assert inputs.position_ids[-1] == case.context + case.new - 1
+
+
+def test_pages_share_the_memory():
+    config = model("rank", MODEL)
+    limits = BuildConfig.for_model(config)
+    pages = page_count(config, limits, CASES["rank"], free=141 << 30)
+    assert 1000 < pages < 32 * 481
+    assert page_count(config, limits, [Case(1, 127)], free=141 << 30) == 1
+
+
+def test_floors_of_one_decode_step():
+    floors = step_floors(model("slice", MODEL), requests=1, context=131071, new=1)
+    assert floors["PagedAttention"] == pytest.approx(131072 * 2 * 4 * 128 * 2 / 4.69e12)
+    assert floors["BlockSelect"] == pytest.approx(5 * 131072 * 128 * 2 / 4.69e12)
+    assert floors["SparseAttention"] == pytest.approx(5 * 2048 * 2 * 4 * 128 * 2 / 4.69e12)
+    expert = 3 * 3072 * 6144 * 2
+    assert floors["MoE"] == pytest.approx(5 * (5 * expert + 128 * 6144 * 4) / 4.69e12)
+    prefill = step_floors(model("slice", MODEL), requests=1, context=0, new=8192)
+    assert prefill["MoE"] > 5 * 8192 * 5 * 3 * 2 * 3072 * 6144 / 703e12
+    assert np.isfinite(list(prefill.values())).all()
+
+
+def test_kernels_belong_to_ops():
+    assert op_of("void m3::kernels::paged_attention_kernel<float>()") == "PagedAttention"
+    assert op_of("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT") == "Gemm"
+    assert op_of("__myl_CasMulMeaAddSqr") == "TensorRT"
+
+
+def test_every_projection_is_measured():
+    shapes = projections(model("rank", MODEL))
+    assert set(shapes.values()) == {
+        *((1536, 6144), (1280, 6144), (6144, 1024), (3072, 6144), (6144, 1536), (25008, 6144))
+    }
