@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(THREADS)
   float sum = 0.0f;
   for (int k = 0; k < p.top_k; ++k) {
     int const id = next_expert(scores[warp], taken[warp], p.experts, lane);
+    __syncwarp();  // every lane has read taken
     if (lane == 0) taken[warp][id] = true;
     __syncwarp();  // taken, before the next round reads it
     sum += probabilities[warp][id];
