@@ -58,6 +58,12 @@ def write_engine_dir(
             f"--input_timing_cache {compiler.timing_cache_dir} is no directory: expected that of an"
             " earlier engine, or leave it out"
         )
+    if compiler.timing_cache_dir is not None and compiler.library != "tensorrt":
+        raise EngineDirError(
+            f"--input_timing_cache is for tensorrt: {compiler.library} has no timing cache"
+        )
+    if compiler.library == "tensorrt_rtx":
+        logger.info("no timing cache: tensorrt_rtx chooses kernels when it loads an engine")
     config = M3Config.load(checkpoint_dir)
     programs = make_programs(config, build)
     targets = choose_targets(compiler.library, build, compiler.compute_capabilities)
@@ -141,4 +147,7 @@ def _timing_cache(compiler: Compiler, name: str) -> Path | None:
     if compiler.timing_cache_dir is None:
         return None
     file = compiler.timing_cache_dir / f"{name}.cache"
-    return file if file.is_file() else None
+    if not file.is_file():
+        logger.warning("%s does not exist: %s.engine is timed anew", file, name)
+        return None
+    return file

@@ -47,6 +47,7 @@ def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
         (["--max_seq_len", "1"], "max_seq_len is 1, expected a number of at least 2"),
         (["--max_batch_size", "0"], "max_batch_size is 0"),
         (["--input_timing_cache", "none"], "none is no directory"),
+        (["--input_timing_cache", "."], "tensorrt_rtx has no timing cache"),
         (["--runtime", "reference", "--compute_capabilities", "80"], "reference builds for no GPU"),
         (["--max_num_tokens", "100000000"], "lower max_num_tokens"),
         (["--max_multimodal_len", "0"], "max_multimodal_len is 0"),
