@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from m3trt.bench.records import append_record
 
 pytestmark = pytest.mark.full
+
+FUZZ_SECONDS = 240
 
 LIMITS = [
     pytest.param({}, id="default"),
@@ -178,3 +181,45 @@ def test_overhead_of_a_step(kit: Any) -> None:
         receiver.wait()
     seconds = time.perf_counter() - start
     assert seconds / rig.engine.stats().steps < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_random_engines_for_minutes(kit: Any) -> None:
+    """Any limits, mixes of requests, cancellations and failing steps; `seed` names the culprit."""
+    deadline, seed, requests = time.monotonic() + FUZZ_SECONDS, 0, 0
+    while time.monotonic() < deadline:
+        seed += 1
+        rng = np.random.default_rng([77, seed])
+        size, batch = (int(x) for x in rng.integers(1, [20, 12]))
+        rig = kit.rig(
+            tokens_per_block=size,
+            num_pages=int(-(-64 // size) * rng.integers(1, 8)),
+            max_num_tokens=int(rng.integers(batch, 80)),
+            max_batch_size=batch,
+            max_prompt_rows=int(rng.integers(1, 24)),
+        )
+        failing, cancelling = (float(rng.choice([0, 0, 0.1])) for _ in range(2))
+        pairs = []
+        for i in range(int(rng.integers(1, 60))):
+            request = kit.random_request(rng, str(i))
+            pairs.append((request, rig.submit(request)))
+            if rng.random() < failing:
+                rig.executor.fail_next.append(RuntimeError(f"injected {i}"))
+            if rng.random() < cancelling:
+                rig.engine.cancel(str(rng.integers(0, i + 1)))
+            if rng.random() < 0.2:
+                time.sleep(float(rng.random()) * 0.005)
+        for request, receiver in pairs:
+            reason = receiver.wait().finish_reason
+            assert reason != "cancelled" or cancelling, f"seed {seed}"
+            if reason != "error":
+                check(kit, request, receiver)
+            else:
+                assert failing, f"seed {seed}: {receiver.outputs[-1]}"
+        rig.check_no_leak()
+        assert rig.engine.close()
+        rig.executor.steps.clear()
+        requests += len(pairs)
+    record = {"case": {"what": "scheduler", "engines": seed}, "seconds": FUZZ_SECONDS}
+    append_record("fuzz", record | {"runs": requests}, {"numpy": np.__version__})
