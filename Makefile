@@ -19,6 +19,7 @@ CLIENT := .venv/client/bin/python
 PIP     = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 PIP_INTO = .venv/models/bin/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check
 CHECKPOINT = $(OUTPUT).checkpoint
+MAKEFLAGS += --no-print-directory
 REAL_CONFIG := tests/data/minimax_m3_config.json
 
 # NumPy's BLAS spins: on few cores one thread a process is up to three times faster than many
@@ -31,17 +32,24 @@ export OMP_NUM_THREADS ?= 1
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo; echo "Variables (value now):"
-	@printf '  %-12s %s\n' PYTHON '$(PYTHON)' TORCH_PIP '$(TORCH_PIP)' JOBS '$(JOBS)' \
-	  MODEL_DIR '$(MODEL_DIR)' TP '$(TP)' OUTPUT '$(OUTPUT)' BUILD_ARGS '$(BUILD_ARGS)' \
-	  HTTP_PORT '$(HTTP_PORT)' GRPC_PORT '$(GRPC_PORT)' METRICS_PORT '$(METRICS_PORT)'
+	@echo; echo "Variables, as in 'make serve HTTP_PORT=9000', and their values now:"
+	@printf '  %-12s %-10s %s\n' \
+	  MODEL_DIR '$(MODEL_DIR)' 'Hugging Face checkpoint that `engine` converts' \
+	  TP '$(TP)' 'tensor-parallel size' \
+	  OUTPUT '$(OUTPUT)' 'engine directory; the converted checkpoint lies beside it' \
+	  BUILD_ARGS '$(BUILD_ARGS)' 'more flags for m3trt.build' \
+	  HTTP_PORT '$(HTTP_PORT)' 'ports of `serve`' \
+	  GRPC_PORT '$(GRPC_PORT)' '' METRICS_PORT '$(METRICS_PORT)' '' \
+	  JOBS '$(JOBS)' 'compilers at once' \
+	  PYTHON '$(PYTHON)' 'interpreter of the environments, 3.11 to 3.13' \
+	  TORCH_PIP '$(TORCH_PIP)' 'pip options for PyTorch in the test environment'
 
 # ---- environments: one for converters, builder and models, one for the server, one for clients --
 
 .venv/models/bin/python .venv/test/bin/python:
 	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "make: $(PYTHON) must be Python 3.11 to 3.13 with venv (Debian: apt-get install python3-venv)"; exit 1; }
-	$(PYTHON) -m venv $(@D)/..
+	$(PYTHON) -m venv $(@:/bin/python=)
 
 .venv/models/.done: pyproject.toml setup.cfg | .venv/models/bin/python
 	$(call PIP,.venv/models) -e '.[models]'
@@ -49,7 +57,7 @@ help: ## Show this list
 
 # Small environments that need no pip of their own
 .venv/client/bin/python .venv/server/bin/python: | .venv/models/.done
-	$(PYTHON) -m venv --without-pip $(@D)/..
+	$(PYTHON) -m venv --without-pip $(@:/bin/python=)
 
 .venv/client/.done: | .venv/client/bin/python
 	$(call PIP_INTO,.venv/client) numpy==2.4.6 'tritonclient[grpc]==2.73.0'
@@ -84,16 +92,16 @@ out/tiny/config.json: convert/tiny.py .venv/models/.done
 	$(MODELS) -m m3trt.convert.tiny --output_dir out/tiny --geometry demo
 
 engine: .venv/models/.done $(if $(filter out/tiny,$(MODEL_DIR)),out/tiny/config.json) ## Convert MODEL_DIR and build its engines for TP ranks: OUTPUT
-	rm -rf $(if $(filter out/engine,$(OUTPUT)),out/engine out/engine.checkpoint)
+	$(if $(filter out/engine,$(OUTPUT)),rm -rf out/engine out/engine.checkpoint)
 	$(MODELS) -m m3trt.convert --model_dir $(MODEL_DIR) --output_dir $(CHECKPOINT) --tp_size $(TP)
 	$(MODELS) -m m3trt.build --checkpoint_dir $(CHECKPOINT) --output_dir $(OUTPUT) $(BUILD_ARGS)
 
 demo: setup out/libm3_plugins.so ## From nothing to answers on a machine with no GPU: two questions to a real server
-	@$(MAKE) --no-print-directory engine
+	@$(MAKE) engine MODEL_DIR=out/tiny OUTPUT=out/engine
 	$(MODELS) -m m3trt.serve --engine_dir out/engine --http_port 0 --run $(CLIENT) triton_repo/serve/demo.py
 
 serve: setup out/libm3_plugins.so ## Serve OUTPUT until Ctrl-C
-	@[ -e $(OUTPUT)/config.json ] || $(MAKE) --no-print-directory engine
+	@[ -e $(OUTPUT)/config.json ] || $(MAKE) engine
 	$(MODELS) -m m3trt.serve --engine_dir $(OUTPUT) --http_port $(HTTP_PORT) --grpc_port $(GRPC_PORT) \
 	  --metrics_port $(METRICS_PORT)
 
@@ -106,14 +114,14 @@ test-numpy1: .venv/models/.done ## Unit tests on numpy 1.26, in the environment 
 	$(call PIP,.venv/models) pytest==9.2.0 pytest-timeout==2.4.0
 	$(MODELS) -m pytest -q -m smoke tests/convert tests/runtime tests/preprocess
 
-test-slow: setup .venv/test/.done out/libm3_plugins.so ## Gigabyte conversions, the real 60-layer build, soak
+test-slow: setup .venv/test/.done out/libm3_plugins.so ## Gigabyte conversions, the real 60-layer build, fuzz, soak
 	$(TEST) -m pytest -m slow
 
 test-gpu: .venv/test/.done plugins ## Plugins, engines and full-width layers on this machine's GPU, then compute-sanitizer
 	$(TEST) -m pytest -m gpu
 	tests/sanitize.sh $(TEST)
 
-bench: .venv/test/.done plugins ## Times on this machine's GPU, with a record a case in bench/results/
+bench: .venv/test/.done plugins ## Times on this machine's GPU, a record a case in bench/results/
 	$(TEST) -m m3trt.bench.gemm --model_config $(REAL_CONFIG)
 	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) slice
 	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) rank
