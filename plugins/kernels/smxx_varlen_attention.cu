@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(THREADS) varlen_attention(VarlenAttentionParam
       int const d = lane + i * LANES;
       if (d >= p.head_size) break;
       float value = out[i] * correction;
+#pragma unroll 4  // in full it takes half a minute to compile
       for (int key = 0; key < KEYS; ++key) {
         float const weight = weights[query][key];
         // A masked row of another segment may hold NaN: weight 0 must not let it in.
