@@ -70,6 +70,14 @@ def measure(model_config: Path, tp_size: int) -> dict[str, Any]:
     }
 
 
+def record_case(model_config: Path, tp_size: int) -> dict[str, Any]:
+    """Build one rank count, append its record and print it."""
+    record = measure(model_config, tp_size)
+    append_record("build", record, record.pop("versions"))
+    print(json.dumps(record))
+    return record
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Build TP 1 and TP 8, append a record each; 1 if one exceeds the limits."""
     parser = argparse.ArgumentParser(
@@ -80,9 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model_config = parser.parse_args(argv).model_config
     failed = False
     for tp_size in (1, 8):
-        record = measure(model_config, tp_size)
-        append_record("build", record, record.pop("versions"))
-        print(json.dumps(record))
+        record = record_case(model_config, tp_size)
         failed |= record["seconds"] > SECONDS_LIMIT or record["peak_rss_gb"] > PEAK_LIMIT_GB
     return int(failed)
 
