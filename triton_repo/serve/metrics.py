@@ -5,6 +5,7 @@ The server crashes when threads change custom metrics at once, so one lock guard
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
@@ -65,3 +66,11 @@ class EngineMetrics:
             self._next = time.monotonic() + self._period_s
             for gauge, field in self._gauges:
                 gauge.set(getattr(stats, field))
+
+    def close(self) -> None:
+        """Give the metrics back while Triton is still there: at the end of the process it is not,
+        and their destructors crash."""
+        with self._lock:
+            self._next = math.inf
+            self._gauges.clear()
+            self._families.clear()

@@ -17,13 +17,13 @@ class TritonPythonModel:
         logging.basicConfig(level=logging.INFO)
         parameters = parameters_of(args)
         engine = EngineDir.load(Path(parameters["engine_dir"]))
-        metrics = EngineMetrics(pb_utils, args["model_name"], args["model_version"])
+        self._metrics = EngineMetrics(pb_utils, args["model_name"], args["model_version"])
         self._service = LlmService(
             load_engine(engine, parameters["executor"], int(parameters["max_queue_size"])),
             model_defaults(engine, parameters["exclude_input_in_output"] == "true"),
             response_of,
             InflightCount(state_file(args, parameters)),
-            metrics.update,
+            self._metrics.update,
         )
 
     def execute(self, requests):
@@ -33,3 +33,4 @@ class TritonPythonModel:
 
     def finalize(self):
         self._service.close()
+        self._metrics.close()
