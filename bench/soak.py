@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import statistics
 import subprocess
@@ -112,22 +113,23 @@ def soak(engine_dir: Path, minutes: float, python: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: the server does not start.
     """
-    with tempfile.TemporaryDirectory(prefix="m3trt-soak-") as folder:
-        server = Server(engine_dir, Path(folder, "run"), python)
-        traffic, samples = Traffic(server.info["http"]), list[Sample]()
-        start = time.monotonic()
-        try:
-            with traffic:
-                while time.monotonic() < start + 60 * minutes and not traffic.problems:
-                    time.sleep(SAMPLE_PERIOD_S)
-                    samples.append(server.sample())
-                    print(f"{traffic}; {samples[-1]}", file=sys.stderr)
-            seconds = time.monotonic() - start
-            problems = traffic.problems + _wait_until_idle(server)
-            if json.loads((Path(folder, "run") / "server.json").read_text()) != server.info:
-                problems.append("the server was restarted")
-        finally:
-            left = server.stop()
+    run_dir = Path(tempfile.mkdtemp(prefix="m3trt-soak-"), "run")
+    server = Server(engine_dir, run_dir, python)
+    traffic, samples = Traffic(server.info["http"]), list[Sample]()
+    start = time.monotonic()
+    try:
+        with traffic:
+            while time.monotonic() < start + 60 * minutes and not traffic.problems:
+                time.sleep(SAMPLE_PERIOD_S)
+                if not group_members(server.group):
+                    traffic.problems.append("the server died, and its supervisor restarted it")
+                    break
+                samples.append(server.sample())
+                print(f"{traffic}; {samples[-1]}", file=sys.stderr)
+        seconds = time.monotonic() - start
+        problems = traffic.problems + _wait_until_idle(server)
+    finally:
+        left = server.stop()
     quarter = max(1, len(samples) // 4)
     parts = samples[quarter : 2 * quarter] or samples, samples[-quarter:]
     before, after = ([statistics.median(column) for column in zip(*p, strict=True)] for p in parts)
@@ -136,6 +138,10 @@ def soak(engine_dir: Path, minutes: float, python: Path) -> dict[str, Any]:
         for (name, limit), old, new in zip(GROWTH.items(), before, after, strict=True)
         if new > old + limit
     ]
+    if problems:
+        print(f"the server's log is in {run_dir}", file=sys.stderr)
+    else:
+        shutil.rmtree(run_dir.parent)
     return {
         "case": {"what": "soak", "minutes": minutes, **traffic.mix()},
         "seconds": round(seconds, 1),
@@ -171,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--engine_dir", type=Path, required=True, help="written by m3trt.build")
-    parser.add_argument("--minutes", type=float, default=4.0, help="how long")
+    parser.add_argument("--minutes", type=float, default=4.0, help="how long; 4 at least")
     arguments = parser.parse_args(argv)
     record = soak(arguments.engine_dir, arguments.minutes, Path(sys.executable))
     append_record("load_test", record, {})
