@@ -161,6 +161,19 @@ def test_text_that_is_no_json(server: Any) -> None:
         assert caught.value.code in (400, 500)
 
 
+def test_bodies_that_need_a_deep_stack(server: Any) -> None:
+    """Form bodies (the default of curl and urllib) are copied there, JSON is parsed recursively."""
+    large = b'{"text_input": "", "ignored": "' + b"x" * 12_000_000 + b'"}'
+    deep = b'{"text_input": ' + b"[" * 500_000 + b"]" * 500_000 + b"}"
+    url = f"http://{server.info['http']}/v2/models/ensemble/generate"
+    pid = server.server_pid()
+    for body in (large, deep):
+        with pytest.raises(urllib.request.HTTPError) as caught:
+            urllib.request.urlopen(urllib.request.Request(url, body), timeout=30)
+        assert caught.value.code == 400
+    assert server.server_pid() == pid
+
+
 def test_administration_needs_the_key(server: Any) -> None:
     import tritonclient.grpc as grpcclient
     from tritonclient.utils import InferenceServerException

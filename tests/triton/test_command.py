@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -37,6 +39,27 @@ def test_what_cannot_be_served(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "something").touch()
     assert "is not empty" in refused(capsys, tmp_path, *engine)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("flag", "name", "message"),
+    [
+        ("--run_dir", "a b", "holds [' '], expected ASCII letters, digits"),
+        ("--run_dir", "$(x)", "holds ['$', '(', ')']"),
+        ("--engine_dir", "größe", "holds ['ß', 'ö'], expected ASCII"),
+    ],
+)
+def test_paths_that_model_processes_cannot_use(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    engine_dir: Path,
+    flag: str,
+    name: str,
+    message: str,
+) -> None:
+    arguments = ["--engine_dir", str(engine_dir), flag, str(tmp_path / name)]
+    assert message in refused(capsys, tmp_path, *arguments)
 
 
 @pytest.mark.smoke
@@ -88,6 +111,33 @@ def test_an_interrupt_while_starting(tmp_path: Path, engine_dir: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
     assert not list(Path("/dev/shm").glob(f"m3trt_{process.pid}_*"))
+
+
+@pytest.mark.full
+def test_a_model_process_that_is_killed_while_starting(tmp_path: Path, engine_dir: Path) -> None:
+    """As by a lack of memory. The server itself would wait for it for ever."""
+    python = ROOT / ".venv" / "models" / "bin" / "python"
+    command = [str(python), "-m", "m3trt.serve", "--engine_dir", str(engine_dir)]
+    command += ["--http_port", "0", "--run_dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (found := llm_processes(tmp_path)):
+        assert process.poll() is None
+    os.kill(found[0], signal.SIGKILL)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert f"model process {found[0]} ended before the server was ready" in error
+    assert not list(Path("/dev/shm").glob(f"m3trt_{process.pid}_*"))
+
+
+def llm_processes(folder: Path) -> list[int]:
+    """Processes of `tensorrt_llm` that run from `folder`."""
+    model = str(folder / "run" / "repository" / "tensorrt_llm" / "1" / "model.py").encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if model in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.smoke

@@ -80,7 +80,11 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., li
     monkeypatch.setattr(module, "TICK_S", 0.01)
     monkeypatch.setattr(module, "MAX_BACKOFF_S", 0.01)
 
-    def watch(change: Callable[[FakeServer], None], stuck: str = "") -> list[str]:
+    def watch(
+        change: Callable[[FakeServer], None],
+        stuck: str = "",
+        until: Callable[[FakeServer], bool] = lambda server: bool(server.calls),
+    ) -> list[str]:
         stop = threading.Event()
         models = ["tensorrt_llm", "preprocessing"]
         supervisor = Supervisor(None, models, tmp_path, stop, probe_period_s=0.0)  # type: ignore
@@ -92,7 +96,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., li
         change(server)
         deadline = time.monotonic() + 0.5
         try:
-            supervisor.watch(until=lambda: bool(server.calls) or time.monotonic() > deadline)
+            supervisor.watch(until=lambda: until(server) or time.monotonic() > deadline)
         except ServeError:
             server.calls.append("gave up")
         supervisor.close()
@@ -152,7 +156,36 @@ def test_a_busy_server_is_no_dead_one(watched: Callable[..., list[str]]) -> None
 
 def test_giving_up(watched: Callable[..., list[str]]) -> None:
     calls = watched(set_(code=1, starts=0))
-    assert calls == [*RESTART * module.MAX_FAILURES, "gave up"]
+    assert calls == [*RESTART * module.MAX_FAILED_STARTS, "gave up"]
+
+
+def test_giving_up_after_a_long_good_run(
+    watched: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STABLE_S", -1.0)
+    calls = watched(set_(code=1, starts=0))
+    assert calls == [*RESTART * module.MAX_FAILED_STARTS, "gave up"]
+
+
+def test_crashes_of_a_server_that_always_comes_back(
+    watched: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that crash it again and again must not end it for ever."""
+    monkeypatch.setattr(module, "MAX_FAILED_STARTS", 1)
+
+    def crash_twice(server: FakeServer) -> None:
+        server.code = -11
+        start = server.start
+
+        def crash_again() -> None:
+            start()
+            server.code = -11 if server.calls.count("start") < 3 else None
+
+        server.start = crash_again  # type: ignore[method-assign]
+
+    assert (
+        watched(crash_twice, until=lambda server: server.calls.count("start") == 3) == RESTART * 3
+    )
 
 
 def test_a_server_that_is_never_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

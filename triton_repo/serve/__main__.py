@@ -42,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from m3trt.serve.binary import ServeError
+    from m3trt.serve.binary import ServeError, check_path
     from m3trt.serve.processes import adopt_orphans
     from m3trt.serve.supervisor import Interrupted, Supervisor
 
+    check_path("--engine_dir", arguments.engine_dir.resolve(), shell=False)
     options = _options(arguments)
     state_dir = options.run_dir / "inflight"
     state_dir.mkdir()

@@ -13,10 +13,27 @@ REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 SERVER = REPOSITORY_ROOT / ".venv" / "server"
 LIBPYTHON = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
 _WHEEL = "lib/python3.*/site-packages/pytriton/tritonserver/bin/tritonserver"
+_SAFE = "./_+:@%,=-"
 
 
 class ServeError(RuntimeError):
     """The server cannot be started or kept running; the text says what to do."""
+
+
+def check_path(what: str, path: Path, *, shell: bool) -> None:
+    """Refuse a path that model processes cannot use: Python names files in ASCII there, and those
+    that start the process go through a `shell`.
+
+    Raises:
+        ServeError: names the characters.
+    """
+    safe = [char.isascii() and (not shell or char.isalnum() or char in _SAFE) for char in str(path)]
+    if wrong := sorted({char for char, ok in zip(str(path), safe, strict=True) if not ok}):
+        expected = f"ASCII letters, digits and {_SAFE}" if shell else "ASCII"
+        raise ServeError(
+            f"{what} {path} holds {wrong}, expected {expected}: Triton's model processes cannot"
+            " use it. Choose another path"
+        )
 
 
 def find_tritonserver(given: Path | None) -> Path:

@@ -155,13 +155,10 @@ class BlsService:
             with self._lock:
                 jobs = list(self._jobs)
             for job in jobs:
-                job.cancelled = job.cancelled or job.sender.cancelled()
-                if job.cancelled:
-                    self._stop_engine(stop, job.key)
-
-    def _stop_engine(self, arrays: Arrays, key: str) -> None:
-        try:
-            for _ in stream(ENGINE, arrays, ["output_ids"], key):
-                pass
-        except CallError as error:
-            logger.warning("request %s could not be cancelled: %s", key, error)
+                try:
+                    job.cancelled = job.cancelled or job.sender.cancelled()
+                    if job.cancelled:
+                        for _ in stream(ENGINE, stop, ["output_ids"], job.key):
+                            pass
+                except Exception as error:  # whatever happens, the others are watched on
+                    logger.warning("request %s could not be cancelled: %r", job.key, error)

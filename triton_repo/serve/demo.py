@@ -89,7 +89,9 @@ def generate(address: str, body: dict[str, Any]) -> str:
         RuntimeError: the server answered with an error.
     """
     request = urllib.request.Request(
-        f"http://{address}/v2/models/{MODEL}/generate", json.dumps(body).encode()
+        f"http://{address}/v2/models/{MODEL}/generate",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:

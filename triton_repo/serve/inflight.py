@@ -34,8 +34,8 @@ class InflightCount:
 
 
 def read_count(path: Path) -> int:
-    """The last count of the process that wrote `path`; 0 without such a file."""
+    """The last count of the process that wrote `path`; 0 if none was written."""
     try:
         return int(_COUNT.unpack(path.read_bytes())[0])
-    except FileNotFoundError:
+    except (FileNotFoundError, struct.error):
         return 0

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+LIVING = "RSDTtIPKW"
+"""States of /proc/<pid>/stat of a process that has not ended."""
+
 _LIBC = ctypes.CDLL(None)
 
 
@@ -24,18 +28,28 @@ def end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def group_members(group: int) -> list[int]:
-    """Living processes of a process group."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and is_member(name, group)]
+def limit_stack(size: int) -> None:
+    """In a new child: the size of new threads' stacks, or the most that is allowed. Memory is
+    taken only as far as it is used."""
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    if hard != resource.RLIM_INFINITY:
+        size = min(size, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (size, hard))
 
 
-def is_member(pid: int | str, group: int) -> bool:
-    """Whether process `pid` lives and belongs to `group`."""
+def group_members(group: int, states: str = LIVING) -> list[int]:
+    """Processes of a process group: those that live, or "Z" those that died and were not reaped."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if is_member(pid, group, states)]
+
+
+def is_member(pid: int, group: int, states: str = LIVING) -> bool:
+    """Whether process `pid` belongs to `group` and is in one of `states`."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
-    return int(fields[2]) == group and fields[0] not in "ZX"
+    return int(fields[2]) == group and fields[0] in states
 
 
 def model_processes(group: int, repository: Path) -> dict[int, str]:

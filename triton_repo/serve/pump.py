@@ -113,13 +113,16 @@ class ResponsePump:
 
     def _send(self, live: Live, output: Output) -> None:
         try:
-            arrays = output_arrays(output, live.delivery, first=not live.started)
-            live.started = True
-            live.sender.send(self._respond(arrays), final=output.final)
+            try:
+                arrays = output_arrays(output, live.delivery, first=not live.started)
+                live.started = True
+                live.sender.send(self._respond(arrays), final=output.final)
+            finally:
+                if output.final:
+                    live.sender.finish()
         except Exception:
             logger.exception("a response of request %s could not be sent", live.request_id)
         if output.final:
-            live.sender.finish()
             self.drop(live)
             self._on_end(live)
 

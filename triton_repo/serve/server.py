@@ -6,18 +6,27 @@ import logging
 import os
 import secrets
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from m3trt.serve.api import ServerApi
-from m3trt.serve.binary import ServeError, backend_flags, check_stub, model_environment
+from m3trt.serve.binary import (
+    ServeError,
+    backend_flags,
+    check_path,
+    check_stub,
+    model_environment,
+)
 from m3trt.serve.ports import Ports
 from m3trt.serve.processes import (
     end_with_parent,
+    group_members,
     is_member,
     kill_group,
+    limit_stack,
     model_processes,
     reap,
     remove_shared_memory,
@@ -29,6 +38,14 @@ ENTRIES = ("ensemble", "tensorrt_llm_bls")
 """Models that clients call. The ensemble loads its steps, and so those of the BLS model."""
 
 EXIT_TIMEOUT_S = 5
+TAIL_BYTES = 1 << 16
+STACK_BYTES = 1 << 28
+"""Its HTTP threads parse JSON recursively and copy form bodies (what curl -d and urllib send unless
+told otherwise) to their stacks: with the usual 8 MB, 5 MB of body or deep JSON kill the server."""
+
+DEAD_GRACE_S = 5.0
+"""How long a starting server may take to report a model process that ended."""
+
 _RESTRICTED = "model-repository,shared-memory,trace,logging"
 
 
@@ -59,6 +76,12 @@ class ServerOptions:
         return ServerApi(host, self.ports.http, self.ports.metrics, self.admin_key)
 
 
+def _prepare() -> None:
+    """In the new child, before it becomes the server."""
+    end_with_parent()
+    limit_stack(STACK_BYTES)
+
+
 class TritonServer:
     """The server process and its model processes, in a session of their own."""
 
@@ -67,6 +90,7 @@ class TritonServer:
         self._shm_prefix = f"m3trt_{os.getpid()}_"
         self._process: subprocess.Popen[bytes] | None = None
         self._models: dict[int, str] = {}
+        self._dead_since: float | None = None
 
     @property
     def pid(self) -> int:
@@ -78,8 +102,11 @@ class TritonServer:
         Raises:
             ServeError: it cannot be started.
         """
+        check_path("--run_dir", self.options.run_dir, shell=True)
+        check_path("--tritonserver", self.options.tritonserver, shell=True)
         command = self._command()
         check_stub(self.options.tritonserver)
+        self._dead_since = None
         with self.options.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -88,7 +115,7 @@ class TritonServer:
                 stderr=log,
                 env=model_environment(),
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=_prepare,
             )
 
     def exit_code(self) -> int | None:
@@ -99,14 +126,23 @@ class TritonServer:
         """Whether server and models say that they are ready.
 
         Raises:
-            ServeError: the process ended.
+            ServeError: the process ended, or one of a model did so and the server does not tell.
         """
         code = self.exit_code()
         if code is not None:
             raise ServeError(
                 f"tritonserver ended with code {code} before it was ready{self.tail()}"
             )
-        return self.options.api.ready()
+        dead = group_members(self.pid, "Z")
+        if not dead:
+            return self.options.api.ready()
+        self._dead_since = self._dead_since or time.monotonic()
+        if time.monotonic() - self._dead_since > DEAD_GRACE_S:
+            raise ServeError(
+                f"model process {dead[0]} ended before the server was ready; if something killed"
+                f" it, look for a lack of memory{self.tail()}"
+            )
+        return False
 
     def find_processes(self) -> None:
         """Look up the model processes that `missing_models` is to watch."""
@@ -153,10 +189,12 @@ class TritonServer:
     def tail(self, lines: int = 15) -> str:
         """The end of the server's log, for an error message."""
         try:
-            text = self.options.log.read_text(errors="replace").splitlines()[-lines:]
+            with self.options.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                text = log.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join([f"; the end of {self.options.log}:", *text])
+        return "\n".join([f"; the end of {self.options.log}:", *text.splitlines()[-lines:]])
 
     def _command(self) -> list[str]:
         options, ports = self.options, self.options.ports

@@ -25,7 +25,7 @@ MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
 """A run of this length ends the series of failures that the backoff grows with."""
 
-MAX_FAILURES = 8
+MAX_FAILED_STARTS = 8
 RELOAD_TIMEOUT_S = 300.0
 
 
@@ -169,19 +169,17 @@ class Supervisor:
             self.server.reload(model, RELOAD_TIMEOUT_S)
 
     def _restart(self, reason: str) -> None:
-        """Start a new server, again with growing pauses while that fails.
+        """Start a new server; pauses grow while servers live short.
 
         Raises:
-            ServeError: `MAX_FAILURES` starts in a row went wrong.
+            ServeError: `MAX_FAILED_STARTS` in a row did not get it to answer.
             Interrupted: `stop` was set.
         """
-        while True:
-            if time.monotonic() - self._started > STABLE_S:
-                self._failures = 0
+        if time.monotonic() - self._started > STABLE_S:
+            self._failures = 0
+        for _ in range(MAX_FAILED_STARTS):
+            pause = min(MAX_BACKOFF_S, 0.25 * 2 ** min(self._failures, 10))
             self._failures += 1
-            if self._failures > MAX_FAILURES:
-                raise ServeError(f"giving up after {MAX_FAILURES} restarts: {reason}")
-            pause = min(MAX_BACKOFF_S, 0.25 * 2 ** (self._failures - 1))
             logger.error("%s: restarting in %g s", reason, pause)
             self.server.kill()
             if self._stop.wait(pause):
@@ -193,6 +191,7 @@ class Supervisor:
                 continue
             logger.info("the server answers again (process %d)", self.server.pid)
             return
+        raise ServeError(f"giving up after {MAX_FAILED_STARTS} failed starts: {reason}")
 
     def _schedule_probe(self) -> None:
         self._probe = None
