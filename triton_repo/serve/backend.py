@@ -14,11 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 from m3trt.serve.errors import INTERNAL, RequestFailure
+from m3trt.serve.streams import EndedStreams
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "NOT_FOUND")
 """Codes of other models' errors that are passed on; the rest is INTERNAL."""
+
+_ENDED = EndedStreams()
 
 
 def parameters_of(args: Mapping[str, str]) -> dict[str, str]:
@@ -87,6 +90,7 @@ def stream(model: str, arrays: Arrays, outputs: list[str], request_id: str) -> I
         if not failed:
             for _ in responses:
                 pass
+        _ENDED.keep(responses)
 
 
 def _request(model: str, arrays: Arrays, outputs: list[str], request_id: str) -> Any:
