@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a compiler command and prints how long it took and what it made. CMake puts it before each
-# compilation (RULE_LAUNCH_COMPILE).
+# Runs a compiler command and prints how long it took, what it made and, for CUDA, how many kernels
+# were instantiated there. CMake puts it before each compilation (RULE_LAUNCH_COMPILE).
 start=$(date +%s%N)
 "$@"
 status=$?
@@ -10,5 +10,10 @@ while [ $# -gt 0 ]; do
   shift
 done
 end=$(date +%s%N)
-printf '%6d ms  %s\n' $(((end - start) / 1000000)) "${output#*.dir/}"
+case $output in
+  # nvcc writes one guard variable for each kernel that the host can launch
+  *.cu.o) kernels=", $(nm "$output" 2>/dev/null | grep -c '_ZGV.*__device_stub__') kernels" ;;
+  *) kernels= ;;
+esac
+printf '%6d ms  %s%s\n' $(((end - start) / 1000000)) "${output#*.dir/}" "$kernels"
 exit $status
