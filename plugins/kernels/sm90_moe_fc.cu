@@ -19,30 +19,29 @@ struct FcProduct {
   }
 
   template <int N>
-  __device__ static void finish(MoeGemmArgs const& g, MoeTokens const& t, int group,
+  __device__ static void finish(MoeGemmArgs const& g, MoeTokens const& t, int group, int const*,
                                 float (&sums)[2][N / 2]) {
     int const width = g.weight_rows / 2;
     int const lane = threadIdx.x % 32;
     int const warp = threadIdx.x / 32 % 4;
     int const first = t.weight_tile * SM90_MOE_WEIGHT_ROWS / 2 + group * 64;
     if (first >= width) return;
-    __nv_bfloat16* out = g.activations + int64_t{t.place + lane / 4} * width + first + warp * 16 +
-                         lane % 4 * 2;
+    __nv_bfloat16* out =
+        g.activations + int64_t{t.place + lane / 4} * width + first + warp * 16 + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-      uint32_t rows[2];  // weight rows lane / 4 and + 8, of two tokens each
+      uint32_t values[2];  // weight rows lane / 4 and + 8, of two tokens each
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int const at = 4 * j + 2 * i;
-        __nv_bfloat162 const pair =
-            __floats2bfloat162_rn(swiglu(g, sums[0][at], sums[1][at]),
-                                  swiglu(g, sums[0][at + 1], sums[1][at + 1]));
-        rows[i] = ptx::transpose_8x8(reinterpret_cast<uint32_t const&>(pair));
+        __nv_bfloat162 const pair = __floats2bfloat162_rn(
+            swiglu(g, sums[0][at], sums[1][at]), swiglu(g, sums[0][at + 1], sums[1][at + 1]));
+        values[i] = ptx::transpose_8x8(reinterpret_cast<uint32_t const&>(pair));
       }
       if (8 * j + lane / 4 < t.rows) {
         auto* target = reinterpret_cast<uint32_t*>(out + int64_t{8 * j} * width);
-        target[0] = rows[0];
-        target[4] = rows[1];
+        target[0] = values[0];
+        target[4] = values[1];
       }
     }
   }

@@ -26,7 +26,6 @@ struct MoeGemmArgs {
   int weight_rows;   // of one expert
   int weight_tiles;  // of one expert
   int experts, experts_per_part, slots;
-  int evict_weights;  // each weight is read once
   int32_t const* rows;
   int32_t const* expert_begin;
   int32_t* arrivals;  // [SM90_MOE_MAX_CTAS], of this product
@@ -41,14 +40,13 @@ constexpr int SM90_MOE_STAGES = 4;
 constexpr int SM90_MOE_THREADS = 384;  // warpgroup 0 loads, 1 and 2 multiply
 constexpr int SM90_MOE_TOKEN_THREADS = 96;
 constexpr int SM90_MOE_WEIGHT_BYTES = SM90_MOE_WEIGHT_ROWS * SM90_MOE_K * 2;
-constexpr int SM90_MOE_STAGE_BYTES =
-    SM90_MOE_WEIGHT_BYTES + SM90_MOE_MAX_TOKENS * SM90_MOE_K * 2;
+constexpr int SM90_MOE_STAGE_BYTES = SM90_MOE_WEIGHT_BYTES + SM90_MOE_MAX_TOKENS * SM90_MOE_K * 2;
 
 struct MoeGemmShared {
   uint64_t full[SM90_MOE_STAGES];
   uint64_t empty[SM90_MOE_STAGES];
-  uint32_t offsets[SM90_MOE_MAX_TOKENS];  // of the tile's rows in `in`, in elements
-  int prefix[kMaxExperts + 2];
+  int rows[2][SM90_MOE_MAX_TOKENS];  // of this tile and the next
+  MoeTiles tiles;
   int last;
 };
 
@@ -77,17 +75,18 @@ struct MoeGemm {
   __device__ uint32_t full(int stage) const { return ptx::shared_address(&shared.full[stage]); }
   __device__ uint32_t empty(int stage) const { return ptx::shared_address(&shared.empty[stage]); }
   __device__ MoeSchedule schedule() const {
-    return {shared.prefix[g.experts + 1] * g.weight_tiles, g.depth / SM90_MOE_K,
+    return {shared.tiles.count(g.experts, g.weight_tiles), g.depth / SM90_MOE_K,
             static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
   }
   __device__ MoeTokens tokens(int tile) const {
-    return MoeTiles::find(tile, shared.prefix, g.expert_begin, g.experts, g.weight_tiles);
+    return shared.tiles.find(tile, g.experts, g.weight_tiles);
   }
 
   // One thread
   __device__ void load_weights() const {
-    uint64_t const policy =
-        g.evict_weights ? ptx::policy_evict_first() : ptx::policy_evict_normal();
+    constexpr int HALF = SM90_MOE_WEIGHT_BYTES / 2;
+    uint64_t const once = ptx::policy_evict_first();
+    uint64_t const again = ptx::policy_evict_normal();
     MoeRing ring;
     MoeSchedule work = schedule();
     for (MoeSegment s; work.next(s);) {
@@ -98,66 +97,65 @@ struct MoeGemm {
       int const expert_row = is_shared ? 0 : t.expert % g.experts_per_part * g.weight_rows;
       int const row0 = expert_row + Product::first_row(g, t.weight_tile, 0);
       int const row1 = expert_row + Product::first_row(g, t.weight_tile, 1);
+      uint64_t const policy = t.alone ? once : again;
       for (int k = s.k0; k < s.k1; ++k, ring.advance()) {
         ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
-        ptx::barrier_expect(full(ring.stage), SM90_MOE_WEIGHT_BYTES);
+        uint32_t const barrier = full(ring.stage);
+        ptx::barrier_expect(barrier, SM90_MOE_WEIGHT_BYTES);
         uint32_t const target = stages + ring.stage * SM90_MOE_STAGE_BYTES;
-        ptx::tma_load(target, map, full(ring.stage), k * SM90_MOE_K, row0, policy);
-        ptx::tma_load(target + SM90_MOE_WEIGHT_BYTES / 2, map, full(ring.stage), k * SM90_MOE_K,
-                      row1, policy);
+        ptx::tma_load(target, map, barrier, k * SM90_MOE_K, row0, policy);
+        ptx::tma_load(target + HALF, map, barrier, k * SM90_MOE_K, row1, policy);
       }
     }
   }
 
-  // Three warps gather the token rows, 8 threads a row, in TMA's swizzle. A stage is announced one
-  // stage later, when its copies have landed.
+  // Three warps gather the token rows, 8 threads a row, in TMA's swizzle.
   __device__ void load_tokens(int thread) const {
-    constexpr int BARRIER = 1;
+    constexpr int STEP = SM90_MOE_TOKEN_THREADS / 8;
+    constexpr int ROWS = (SM90_MOE_MAX_TOKENS + STEP - 1) / STEP;  // of one thread
+    static_assert(STEP % 4 == 0, "two swizzles alternate");
     int const chunk = thread % 8;
+    int const row = thread / 8;
+    uint32_t const even = row * 128 + ((chunk ^ (row & 7)) << 4);
+    uint32_t const odd = (row + STEP) * 128 + ((chunk ^ ((row + STEP) & 7)) << 4);
     MoeRing ring;
     MoeSchedule work = schedule();
-    int pending = -1;
     for (MoeSegment s; work.next(s);) {
       MoeTokens const t = tokens(s.tile);
-      ptx::named_barrier(BARRIER, SM90_MOE_TOKEN_THREADS);  // the previous offsets are read
-      for (int i = thread; i < t.rows; i += SM90_MOE_TOKEN_THREADS) {
-        int const row = Product::kGather ? g.rows[t.place + i] / g.slots : t.place + i;
-        shared.offsets[i] = static_cast<uint32_t>(row) * g.depth;
+      uint32_t offsets[ROWS];  // of my rows in `in`, in elements
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        int const at = row + i * STEP;
+        if (at >= t.rows) break;
+        int const source = Product::kGather ? g.rows[t.place + at] / g.slots : t.place + at;
+        offsets[i] = static_cast<uint32_t>(source) * g.depth;
       }
-      ptx::named_barrier(BARRIER, SM90_MOE_TOKEN_THREADS);  // offsets are written
-      for (int k = s.k0; k < s.k1; ++k, ring.advance()) {
+      __nv_bfloat16 const* in = g.in + s.k0 * SM90_MOE_K + chunk * 8;
+      for (int k = s.k0; k < s.k1; ++k, ring.advance(), in += SM90_MOE_K) {
         ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
-        uint32_t const target =
-            stages + ring.stage * SM90_MOE_STAGE_BYTES + SM90_MOE_WEIGHT_BYTES;
-        __nv_bfloat16 const* source = g.in + k * SM90_MOE_K + chunk * 8;
-#pragma unroll 4
-        for (int i = thread / 8; i < t.rows; i += SM90_MOE_TOKEN_THREADS / 8) {
-          ptx::cp_async_16(target + i * 128 + ((chunk ^ (i & 7)) << 4), source + shared.offsets[i]);
+        uint32_t const target = stages + ring.stage * SM90_MOE_STAGE_BYTES + SM90_MOE_WEIGHT_BYTES;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+          if (row + i * STEP >= t.rows) break;
+          uint32_t const place = (i % 2 == 0 ? even : odd) + i / 2 * 2 * STEP * 128;
+          ptx::cp_async_16(target + place, in + offsets[i]);
         }
-        ptx::cp_async_commit();
-        if (pending >= 0) {
-          ptx::cp_async_wait<1>();
-          ptx::fence_async_proxy();
-          ptx::barrier_arrive(full(pending));
-        }
-        pending = ring.stage;
+        ptx::cp_async_arrive(full(ring.stage));
       }
     }
-    if (pending < 0) return;
-    ptx::cp_async_wait<0>();
-    ptx::fence_async_proxy();
-    ptx::barrier_arrive(full(pending));
   }
 
-  // The sums of one segment, N tokens wide; then the tile's result, if nobody else has to add to it.
+  // The sums of one segment, N tokens wide; then the tile's result, if nobody else has to add to
+  // it.
   template <int N>
-  __device__ void multiply(MoeSegment const& s, MoeTokens const& t, MoeRing& ring) const {
+  __device__ void multiply(MoeSegment const& s, MoeTokens const& t, int const* rows,
+                           MoeRing& ring) const {
     int const group = threadIdx.x / 128 - 1;
-    int const lane = threadIdx.x % 32;
     float sums[2][N / 2] = {};
     int previous = -1;
     for (int k = s.k0; k < s.k1; ++k, ring.advance()) {
       ptx::barrier_wait(full(ring.stage), ring.phase);
+      ptx::fence_async_proxy();  // the tokens came through the other proxy
       uint32_t const stage = stages + ring.stage * SM90_MOE_STAGE_BYTES;
       uint64_t const a0 = wgmma::descriptor(stage + group * SM90_MOE_WEIGHT_BYTES / 4);
       uint64_t const a1 = a0 + SM90_MOE_WEIGHT_BYTES / 2 / 16;
@@ -170,13 +168,18 @@ struct MoeGemm {
       }
       wgmma::commit();
       wgmma::wait<1>();
-      if (previous >= 0 && lane == 0) ptx::barrier_arrive(empty(previous));
+      if (previous >= 0) release(previous);
       previous = ring.stage;
     }
     wgmma::wait<0>();
-    if (lane == 0) ptx::barrier_arrive(empty(previous));
+    release(previous);
     if (s.first_cta != s.last_cta && !add_parts<N>(s, sums)) return;
-    Product::template finish<N>(g, t, group, sums);
+    Product::template finish<N>(g, t, group, rows, sums);
+  }
+
+  // This warp has read the stage.
+  __device__ void release(int stage) const {
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(empty(stage));
   }
 
   // Leaves this CTA's sums in memory. The last CTA to do so adds all of them in the order of K and
@@ -209,6 +212,7 @@ struct MoeGemm {
     if (!last) return false;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sums[0][i] = sums[1][i] = 0.0f;
+#pragma unroll(N <= 16 ? 8 : 1)
     for (int cta = s.first_cta; cta <= s.last_cta; ++cta) {
       float4 const* part = slot(cta);
 #pragma unroll
@@ -225,36 +229,42 @@ struct MoeGemm {
   }
 
   __device__ void multiply_all() const {
+    constexpr int BARRIER = 3;
+    int const thread = threadIdx.x - 128;
     MoeRing ring;
     MoeSchedule work = schedule();
-    for (MoeSegment s; work.next(s);) {
+    int turn = 0;
+    for (MoeSegment s; work.next(s); turn ^= 1) {
       MoeTokens const t = tokens(s.tile);
+      int* rows = shared.rows[turn];
+      if (thread < t.rows) rows[thread] = g.rows[t.place + thread];
+      ptx::named_barrier(BARRIER, 256);  // rows are written; those before the last are read
       if (t.rows <= 8) {
-        multiply<8>(s, t, ring);
+        multiply<8>(s, t, rows, ring);
       } else if (t.rows <= 16) {
-        multiply<16>(s, t, ring);
+        multiply<16>(s, t, rows, ring);
       } else if (t.rows <= 32) {
-        multiply<32>(s, t, ring);
+        multiply<32>(s, t, rows, ring);
       } else if (t.rows <= 48) {
-        multiply<48>(s, t, ring);
+        multiply<48>(s, t, rows, ring);
       } else if (t.rows <= 64) {
-        multiply<64>(s, t, ring);
+        multiply<64>(s, t, rows, ring);
       } else if (t.rows <= 80) {
-        multiply<80>(s, t, ring);
+        multiply<80>(s, t, rows, ring);
       } else if (t.rows <= 96) {
-        multiply<96>(s, t, ring);
+        multiply<96>(s, t, rows, ring);
       } else if (t.rows <= 112) {
-        multiply<112>(s, t, ring);
+        multiply<112>(s, t, rows, ring);
       } else if (t.rows <= 120) {
-        multiply<120>(s, t, ring);
+        multiply<120>(s, t, rows, ring);
       } else if (t.rows <= 128) {
-        multiply<128>(s, t, ring);
+        multiply<128>(s, t, rows, ring);
       } else if (t.rows <= 136) {
-        multiply<136>(s, t, ring);
+        multiply<136>(s, t, rows, ring);
       } else if (t.rows <= 144) {
-        multiply<144>(s, t, ring);
+        multiply<144>(s, t, rows, ring);
       } else {
-        multiply<160>(s, t, ring);
+        multiply<160>(s, t, rows, ring);
       }
     }
   }
@@ -280,12 +290,12 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   }
   // The lists were made before the kernel that makes proj's input began: only fc has to wait here.
   if (Product::kGather) ptx::wait_for_previous_kernel();
-  if (warp == 0) MoeTiles::count(g.expert_begin, g.experts, shared.prefix);
-  __syncthreads();  // barriers, prefix
+  shared.tiles.fill(g.expert_begin, g.experts);
+  __syncthreads();  // barriers, tiles
   if (Product::kGather) ptx::allow_next_kernel();
 
   if (warp < 4) {
-    ptx::registers_down<40>();
+    ptx::registers_down<56>();
     if (warp > 0) {
       if (!Product::kGather) ptx::wait_for_previous_kernel();
       gemm.load_tokens(threadIdx.x - 32);
@@ -293,7 +303,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
       gemm.load_weights();
     }
   } else {
-    ptx::registers_up<232>();
+    ptx::registers_up<224>();
     if (!Product::kGather) {
       ptx::wait_for_previous_kernel();
       ptx::allow_next_kernel();
@@ -311,7 +321,6 @@ cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, v
   g.experts = p.experts;
   g.experts_per_part = p.experts / p.parts;
   g.slots = p.top_k + 1;
-  g.evict_weights = p.tokens <= SM90_MOE_MAX_TOKENS;
   g.rows = ws.rows;
   g.expert_begin = ws.expert_begin;
   g.partials = ws.partials;

@@ -11,26 +11,40 @@ struct ProjProduct {
     return weight_tile * SM90_MOE_WEIGHT_ROWS + half * SM90_MOE_WEIGHT_ROWS / 2;
   }
 
+  // v: two tokens (lane % 4 counts pairs) of two weight rows (lane / 4 and + 8). Returned: four
+  // neighbouring rows of one token, so that a lane writes 16 bytes.
+  __device__ static float4 gather_rows(float const (&v)[4]) {
+    bool const odd = threadIdx.x & 4;
+    float a[4] = {v[0], v[1], v[2], v[3]};
+    float const x = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 4);
+    float const y = __shfl_xor_sync(~0u, odd ? a[2] : a[3], 4);
+    (odd ? a[0] : a[1]) = x;
+    (odd ? a[2] : a[3]) = y;
+    bool const high = threadIdx.x & 8;
+    float const z = __shfl_xor_sync(~0u, high ? a[0] : a[2], 8);
+    float const w = __shfl_xor_sync(~0u, high ? a[1] : a[3], 8);
+    return high ? make_float4(z, w, a[2], a[3]) : make_float4(a[0], a[1], z, w);
+  }
+
   template <int N>
   __device__ static void finish(MoeGemmArgs const& g, MoeTokens const& t, int group,
-                                float (&sums)[2][N / 2]) {
+                                int const* rows, float (&sums)[2][N / 2]) {
     int const lane = threadIdx.x % 32;
     int const warp = threadIdx.x / 32 % 4;
     int const first = t.weight_tile * SM90_MOE_WEIGHT_ROWS + group * 64;
-    float* out = g.outputs + first + warp * 16 + lane / 4;
+    float* out = g.outputs + first + warp * 16 + (lane & 8) + lane / 16 * 4;
+    int const token = lane % 4 * 2 + lane / 4 % 2;
+    bool const has[2] = {first < g.weight_rows, first + SM90_MOE_WEIGHT_ROWS / 2 < g.weight_rows};
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
+      int const i = 8 * j + token;
+      float* target = out + (i < t.rows ? int64_t{rows[i]} * g.weight_rows : 0);
 #pragma unroll
-      for (int token = 0; token < 2; ++token) {
-        int const i = 8 * j + lane % 4 * 2 + token;
-        if (i >= t.rows) continue;
-        float* target = out + int64_t{g.rows[t.place + i]} * g.weight_rows;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (first + half * SM90_MOE_WEIGHT_ROWS / 2 >= g.weight_rows) continue;
-          // Eight lanes write 32 bytes of one row
-          __stcs(target + half * SM90_MOE_WEIGHT_ROWS / 2, sums[half][4 * j + token]);
-          __stcs(target + half * SM90_MOE_WEIGHT_ROWS / 2 + 8, sums[half][4 * j + token + 2]);
+      for (int half = 0; half < 2; ++half) {
+        float const* v = &sums[half][4 * j];
+        float4 const value = gather_rows({v[0], v[1], v[2], v[3]});
+        if (i < t.rows && has[half]) {
+          __stcs(reinterpret_cast<float4*>(target + half * SM90_MOE_WEIGHT_ROWS / 2), value);
         }
       }
     }

@@ -27,7 +27,7 @@ __device__ void split(float x, float y, uint32_t (&parts)[3]) {
 // Partial logits of TILES * 8 tokens over one part of hidden; a warp takes 16 experts. Lane l reads
 // elements 8 (l % 4) .. + 7 of each 32 for both operands: the order of K is free.
 template <int TILES>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 2)
     sm90_moe_logits(MoeParams p, int64_t split_depth, float* __restrict__ logits) {
   int const lane = threadIdx.x % 32;
   int const warp = threadIdx.x / 32;
@@ -38,17 +38,18 @@ __global__ void __launch_bounds__(256)
   int64_t const begin = blockIdx.y * split_depth;
   int64_t const end = min(begin + split_depth, p.hidden);
   int const column = lane % 4 * 8;
-  float const* weight[2];
+  uint32_t weight[2];  // offsets
   for (int i = 0; i < 2; ++i) {
     int const expert = min(expert0 + lane / 4 + 8 * i, p.experts - 1);
-    weight[i] = p.router_weight + expert * p.hidden + column;
+    weight[i] = static_cast<uint32_t>(expert * p.hidden + column);
   }
-  __nv_bfloat16 const* x[TILES];
+  uint32_t x[TILES];
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     int64_t const token = min(token0 + t * 8 + lane / 4, p.tokens - 1);
-    x[t] = static_cast<__nv_bfloat16 const*>(p.x) + token * p.hidden + column;
+    x[t] = static_cast<uint32_t>(token * p.hidden + column);
   }
+  auto const* all_x = static_cast<__nv_bfloat16 const*>(p.x);
 
   float sums[TILES][4] = {};
   for (int64_t k = begin; k < end; k += 64) {
@@ -60,7 +61,8 @@ __global__ void __launch_bounds__(256)
       for (int row = 0; row < 2; ++row) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float4 const w = __ldg(reinterpret_cast<float4 const*>(weight[row] + k + step) + half);
+          float4 const w = __ldg(
+              reinterpret_cast<float4 const*>(p.router_weight + k + step + weight[row]) + half);
           uint32_t low[3], high[3];
           split(w.x, w.y, low);
           split(w.z, w.w, high);
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(256)
       }
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        uint4 const b = __ldg(reinterpret_cast<uint4 const*>(x[t] + k + step));
+        uint4 const b = __ldg(reinterpret_cast<uint4 const*>(all_x + k + step + x[t]));
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
           ptx::mma_16x8x16(part[t], a[0][i], b.x, b.y);
@@ -108,35 +110,44 @@ __device__ uint32_t rank_of(float score) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// One block a token: adds the partial logits in order, then chooses the top_k.
+// A block adds the partial logits of `count` tokens in order; then one warp a token chooses the
+// top_k.
 __global__ void __launch_bounds__(SELECT_THREADS)
-    sm90_moe_select(MoeParams p, Sm90MoeWorkspace ws, int splits) {
-  __shared__ float probabilities[kMaxExperts];
-  __shared__ uint32_t ranks[kMaxExperts];
+    sm90_moe_select(MoeParams p, Sm90MoeWorkspace ws, int splits, int count) {
+  extern __shared__ float dynamic[];
+  float* probabilities = dynamic;                                          // [count, experts]
+  auto* ranks = reinterpret_cast<uint32_t*>(dynamic + count * p.experts);  // [count, experts]
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
-  int64_t const token = blockIdx.x;
+  int64_t const first = int64_t{blockIdx.x} * count;
+  int64_t const size = p.tokens * p.experts;  // of one part
+  int64_t const base = first * p.experts;
+  auto const here = static_cast<int>(min(int64_t{count} * p.experts, size - base));
+  for (int i = threadIdx.x; i < here; i += SELECT_THREADS) {
+    float const bias = p.router_bias[i % p.experts];
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int s = 0; s < splits; ++s) sum += __ldcg(ws.logits + s * size + base + i);
+    float const probability = 1.0f / (1.0f + expf(-sum));
+    probabilities[i] = probability;
+    ranks[i] = rank_of(probability + bias);
+  }
+  __syncthreads();  // probabilities and ranks
+  int const warp = threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
+  int64_t const token = first + warp;
+  if (warp >= count || token >= p.tokens) return;
   int32_t* ids = ws.expert_ids + token * p.top_k;
   float* weights = ws.expert_weights + token * p.top_k;
   if (p.first_token + token >= *p.real_tokens) {
-    if (threadIdx.x < p.top_k) {
+    if (lane < p.top_k) {
       ids[lane] = -1;
       weights[lane] = 0.0f;
     }
     return;
   }
-  for (int e = threadIdx.x; e < p.experts; e += SELECT_THREADS) {
-    float const* logit = ws.logits + token * p.experts + e;
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int s = 0; s < splits; ++s) sum += logit[s * p.tokens * p.experts];
-    float const probability = 1.0f / (1.0f + expf(-sum));
-    probabilities[e] = probability;
-    ranks[e] = rank_of(probability + p.router_bias[e]);
-  }
-  __syncthreads();  // probabilities and ranks
-  if (threadIdx.x >= 32) return;
+  probabilities += warp * p.experts;
+  ranks += warp * p.experts;
   int my_id = 0;  // lane k keeps choice k
   float sum = 0.0f;
   for (int k = 0; k < p.top_k; ++k) {
@@ -160,25 +171,43 @@ __global__ void __launch_bounds__(SELECT_THREADS)
   }
 }
 
+// Sum over the block; every thread gets it, and in `before` the sum over lower threads.
+__device__ int block_scan(int value, int* warp_sums, int& before) {
+  int const warp = threadIdx.x / 32;
+  int const lane = threadIdx.x % 32;
+  int sum = value;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    int const other = __shfl_up_sync(~0u, sum, offset);
+    if (lane >= offset) sum += other;
+  }
+  __syncthreads();  // warp_sums of an earlier scan are read
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();  // warp_sums are written
+  int const warps = blockDim.x / 32;
+  int const other = lane < warps ? warp_sums[lane] : 0;
+  int const lower = __reduce_add_sync(~0u, lane < warp ? other : 0);
+  before = lower + sum - value;
+  return __reduce_add_sync(~0u, other);
+}
+
 // Block e lists the rows of expert e in ascending order. Its first place is the number of rows with
 // a lower expert, which it counts itself: no atomics, so the order never varies. The last block
 // lists the shared expert's.
 __global__ void __launch_bounds__(PERMUTE_THREADS)
     sm90_moe_permute(MoeParams p, Sm90MoeWorkspace ws) {
-  constexpr int WARPS = PERMUTE_THREADS / 32;
-  __shared__ int counts[WARPS];
+  __shared__ int warp_sums[PERMUTE_THREADS / 32];
   ptx::wait_for_previous_kernel();
   ptx::allow_next_kernel();
   int const expert = blockIdx.x;
-  int const warp = threadIdx.x / 32;
-  int const lane = threadIdx.x % 32;
+  int const threads = static_cast<int>(blockDim.x);
   int const slots = p.top_k + 1;
-  auto const real = static_cast<int>(
-      max(int64_t{0}, min(p.tokens, int64_t{*p.real_tokens} - p.first_token)));
+  auto const real =
+      static_cast<int>(max(int64_t{0}, min(p.tokens, int64_t{*p.real_tokens} - p.first_token)));
   int const pairs = real * p.top_k;
   if (expert == p.experts) {
-    for (int i = threadIdx.x; i < 2 * SM90_MOE_MAX_CTAS; i += blockDim.x) ws.arrivals[i] = 0;
-    for (int i = threadIdx.x; i < real; i += blockDim.x) ws.rows[pairs + i] = i * slots + p.top_k;
+    for (int i = threadIdx.x; i < 2 * SM90_MOE_MAX_CTAS; i += threads) ws.arrivals[i] = 0;
+    for (int i = threadIdx.x; i < real; i += threads) ws.rows[pairs + i] = i * slots + p.top_k;
     if (threadIdx.x == 0) {
       ws.expert_begin[expert] = pairs;
       ws.expert_begin[expert + 1] = pairs + real;
@@ -187,33 +216,28 @@ __global__ void __launch_bounds__(PERMUTE_THREADS)
   }
 
   int lower = 0;
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) lower += ws.expert_ids[i] < expert;
-  lower = __reduce_add_sync(~0u, lower);
-  if (lane == 0) counts[warp] = lower;
-  __syncthreads();  // counts of lower experts
-  int place = 0;
-  for (int w = 0; w < blockDim.x / 32; ++w) place += counts[w];
+  for (int i = threadIdx.x; i < pairs; i += threads) lower += ws.expert_ids[i] < expert;
+  int unused;
+  int place = block_scan(lower, warp_sums, unused);
   if (threadIdx.x == 0) ws.expert_begin[expert] = place;
-  __syncthreads();  // counts are read
 
-  for (int start = 0; start < pairs; start += blockDim.x) {
-    int const i = start + threadIdx.x;
-    bool const mine = i < pairs && ws.expert_ids[i] == expert;
-    unsigned const ballot = __ballot_sync(~0u, mine);
-    if (lane == 0) counts[warp] = __popc(ballot);
-    __syncthreads();  // counts of this round are written
-    int before = 0;
-    int total = 0;
-    for (int w = 0; w < blockDim.x / 32; ++w) {
-      before += w < warp ? counts[w] : 0;
-      total += counts[w];
+  // Each thread takes up to 32 neighbours
+  int const each = min(32, (pairs + threads - 1) / threads);
+  for (int start = 0; start < pairs; start += each * threads) {
+    int const first = start + static_cast<int>(threadIdx.x) * each;
+    unsigned mine = 0;
+#pragma unroll 8
+    for (int i = 0; i < each; ++i) {
+      bool const match = first + i < pairs && ws.expert_ids[first + i] == expert;
+      mine |= static_cast<unsigned>(match) << i;
     }
-    if (mine) {
-      ws.rows[place + before + __popc(ballot & ((1u << lane) - 1))] =
-          i / p.top_k * slots + i % p.top_k;
+    int before;
+    int const total = block_scan(__popc(mine), warp_sums, before);
+    for (int at = place + before; mine != 0; mine &= mine - 1, ++at) {
+      int const pair = first + __ffs(static_cast<int>(mine)) - 1;
+      ws.rows[at] = pair / p.top_k * slots + pair % p.top_k;
     }
     place += total;
-    __syncthreads();  // counts are read before the next round overwrites them
   }
 }
 
@@ -237,8 +261,12 @@ cudaError_t launch_sm90_moe_route(MoeParams const& p, Sm90MoeWorkspace const& ws
   cudaError_t status = p.tokens <= 8 ? launch_logits<1>(p, ws.logits, stream)
                                      : launch_logits<8>(p, ws.logits, stream);
   if (status != cudaSuccess) return status;
-  status = launch_dependent(sm90_moe_select, static_cast<unsigned>(p.tokens), SELECT_THREADS, 0,
-                            stream, p, ws, sm90_router_splits(p.tokens, p.hidden));
+  // Few tokens: many threads for the many partial sums of each.
+  int const count = p.tokens <= SM90_ROUTER_TOKENS ? 1 : SELECT_THREADS / 32;
+  auto const blocks = static_cast<unsigned>(ceil_div(p.tokens, count));
+  size_t const bytes = static_cast<size_t>(count) * p.experts * 8;
+  status = launch_dependent(sm90_moe_select, blocks, SELECT_THREADS, bytes, stream, p, ws,
+                            sm90_router_splits(p.tokens, p.hidden), count);
   if (status != cudaSuccess) return status;
   auto const threads = static_cast<unsigned>(
       std::clamp<int64_t>(ceil_div(p.tokens * p.top_k, 32) * 32, 64, PERMUTE_THREADS));

@@ -48,9 +48,7 @@ class MoeSchedule {
   }
 
  private:
-  __device__ int begin(int cta) const {
-    return static_cast<int>(int64_t{cta} * units_ / sharers_);
-  }
+  __device__ int begin(int cta) const { return static_cast<int>(int64_t{cta} * units_ / sharers_); }
   // The last cta whose range begins at or before `unit`
   __device__ int owner(int unit) const {
     auto cta = static_cast<int>(int64_t{unit} * sharers_ / units_);
@@ -62,27 +60,33 @@ class MoeSchedule {
   int units_, sharers_, unit_, end_;  // stages of the tiles that are cut, who cuts, my range
 };
 
-// The rows of a tile.
+// One CTA's share of a tile.
 struct MoeTokens {
   int expert;       // number `experts` is the shared one
   int weight_tile;  // counts SM90_MOE_WEIGHT_ROWS
   int place, rows;  // first place, number of rows
+  bool alone;       // no other tile reads the same weights
 };
 
-// Prefix sums of the experts' token tiles, in shared memory: entry 0 is the shared expert's start.
-class MoeTiles {
- public:
-  // One warp fills `prefix` [experts + 2].
-  __device__ static void count(int32_t const* expert_begin, int experts, int* prefix) {
-    int const lane = threadIdx.x % 32;
+// Tables in shared memory, by which a CTA finds the rows of a tile.
+struct MoeTiles {
+  int begin[kMaxExperts + 2];   // first place of each expert
+  int prefix[kMaxExperts + 2];  // token tiles before: entry 0 is the shared expert, e + 1 expert e
+
+  // All threads of the block
+  __device__ void fill(int32_t const* expert_begin, int experts) {
+    constexpr int CAPACITY = SM90_MOE_MAX_TOKENS;
+    for (int i = threadIdx.x; i < experts + 2; i += blockDim.x) begin[i] = expert_begin[i];
+    __syncthreads();  // begin
+    if (threadIdx.x >= 32) return;
+    int const lane = threadIdx.x;
     int total = 0;
     for (int first = 0; first <= experts; first += 32) {
       int const i = first + lane;
       int tiles = 0;
       if (i <= experts) {
         int const expert = i == 0 ? experts : i - 1;
-        int const rows = expert_begin[expert + 1] - expert_begin[expert];
-        tiles = (rows + SM90_MOE_MAX_TOKENS - 1) / SM90_MOE_MAX_TOKENS;
+        tiles = (begin[expert + 1] - begin[expert] + CAPACITY - 1) / CAPACITY;
       }
       int sum = tiles;
 #pragma unroll
@@ -96,26 +100,46 @@ class MoeTiles {
     if (lane == 0) prefix[experts + 1] = total;
   }
 
-  __device__ static MoeTokens find(int tile, int const* prefix, int32_t const* expert_begin,
-                                   int experts, int weight_tiles) {
-    int low = 0;
-    int high = experts + 1;
-    while (high - low > 1) {
-      int const middle = (low + high) / 2;
-      (prefix[middle] * weight_tiles <= tile ? low : high) = middle;
-    }
-    // Several entries can share a start when experts are empty; `low` is the last, which has tiles.
-    int const token_tiles = prefix[low + 1] - prefix[low];
-    int const local = tile - prefix[low] * weight_tiles;
+  __device__ int count(int experts, int weight_tiles) const {
+    return prefix[experts + 1] * weight_tiles;
+  }
+
+  // The shared expert's tiles have many tokens: they are spread among the others, which wait for
+  // memory meanwhile. Tiles of the same weights lie side by side: they run at the same time and
+  // share them in L2.
+  __device__ MoeTokens find(int tile, int experts, int weight_tiles) const {
     MoeTokens t;
-    t.expert = low == 0 ? experts : low - 1;
-    t.weight_tile = local / token_tiles;
-    int const begin = expert_begin[t.expert];
-    int const rows = expert_begin[t.expert + 1] - begin;
+    int const shared_tiles = prefix[1];
+    int const routed = (prefix[experts + 1] - shared_tiles);  // a round: of all weight tiles
+    int const round = tile / (shared_tiles + routed);
+    int const in_round = tile - round * (shared_tiles + routed);
+    int local, token_tiles;
+    if (in_round < shared_tiles) {
+      t.expert = experts;
+      t.weight_tile = round;
+      local = in_round;
+      token_tiles = shared_tiles;
+    } else {
+      int const i = round * routed + in_round - shared_tiles;
+      int low = 1;
+      int high = experts + 1;
+      while (high - low > 1) {
+        int const middle = (low + high) / 2;
+        ((prefix[middle] - shared_tiles) * weight_tiles <= i ? low : high) = middle;
+      }
+      // Several entries share a start when experts are empty; `low` is the last, which has tiles.
+      t.expert = low - 1;
+      token_tiles = prefix[low + 1] - prefix[low];
+      local = i - (prefix[low] - shared_tiles) * weight_tiles;
+      t.weight_tile = local / token_tiles;
+      local %= token_tiles;
+    }
+    int const rows = begin[t.expert + 1] - begin[t.expert];
     int const each = ((rows + token_tiles - 1) / token_tiles + 7) / 8 * 8;
-    int const first = local % token_tiles * each;
-    t.place = begin + first;
+    int const first = local * each;
+    t.place = begin[t.expert] + first;
     t.rows = min(each, rows - first);
+    t.alone = token_tiles == 1;
     return t;
   }
 };

@@ -9,8 +9,8 @@
 // real tokens in the order of (expert, token), the shared expert last, as expert number `experts`.
 namespace m3::kernels {
 
-constexpr int SM90_MOE_MAX_CTAS = 144;  // of the expert GEMMs, one for each multiprocessor
-constexpr int SM90_MOE_MAX_TOKENS = 160;  // of one tile
+constexpr int SM90_MOE_MAX_CTAS = 144;     // of the expert GEMMs, one for each multiprocessor
+constexpr int SM90_MOE_MAX_TOKENS = 160;   // of one tile
 constexpr int SM90_MOE_WEIGHT_ROWS = 256;  // of one tile
 constexpr int SM90_ROUTER_MAX_SPLITS = 24;
 constexpr int SM90_ROUTER_TOKENS = 64;  // of one block, at most

@@ -44,9 +44,6 @@ __device__ inline void tma_load(uint32_t target, CUtensorMap const* map, uint32_
       "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
-__device__ inline void prefetch_tensor_map(CUtensorMap const* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 __device__ inline uint64_t policy_evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -60,14 +57,11 @@ __device__ inline uint64_t policy_evict_normal() {
 __device__ inline void cp_async_16(uint32_t target, void const* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
-__device__ inline void cp_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
+// Arrives when all copies that this thread has issued have landed.
+__device__ inline void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-template <int GROUPS>
-__device__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-}
-// Makes shared memory that this thread wrote visible to wgmma and TMA.
+// Makes shared memory that this thread wrote, or saw written, visible to wgmma and TMA.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -71,13 +71,13 @@ __device__ void wait() {
 template <int N>
 __device__ void mma(float (&d)[N / 2], uint64_t a, uint64_t b);
 
-#define M3_WGMMA(N, EIGHTS, A, B)                                                            \
-  template <>                                                                                \
-  __device__ inline void mma<N>(float (&d)[N / 2], uint64_t a, uint64_t b) {                 \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N                                      \
-                 "k16.f32.bf16.bf16 {" M3_REGS_##EIGHTS "}, %" #A ", %" #B ", 1, 1, 1, 0, 0;" \
-                 : M3_ACCS_##EIGHTS                                                          \
-                 : "l"(a), "l"(b));                                                          \
+#define M3_WGMMA(N, EIGHTS, A, B)                                                              \
+  template <>                                                                                  \
+  __device__ inline void mma<N>(float (&d)[N / 2], uint64_t a, uint64_t b) {                   \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" M3_REGS_##EIGHTS \
+                 "}, %" #A ", %" #B ", 1, 1, 1, 0, 0;"                                         \
+                 : M3_ACCS_##EIGHTS                                                            \
+                 : "l"(a), "l"(b));                                                            \
   }
 
 M3_WGMMA(8, 1, 4, 5)

@@ -15,8 +15,8 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* data, int64_t
   static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
-    cudaError_t const status = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    cudaError_t const status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                                12000, cudaEnableDefault, &result);
     bool const found = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found ? function : nullptr);
   }();
