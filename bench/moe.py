@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from m3trt.bench.moe_library import TOP_K, Experts, MoeLibrary, compile_library
+from m3trt.bench.moe_library import TOP_K, Experts, MoeLibrary, Params, compile_library
 from m3trt.bench.records import append_record
 from m3trt.bench.vllm_moe import load_kernel, vllm_call
 from torch import Tensor
@@ -54,8 +54,15 @@ class Case:
             for w, x, y in zip(self.layers, self.xs, ys, strict=True)
         ]
         workspace = self.library.workspace(steps[0])
-        kept = (real, ys)  # alive as long as the calls
-        return [lambda p=p, _=kept: self.library.run(p, workspace) for p in steps]
+
+        def call(p: Params, y: Tensor) -> Callable[[], Any]:
+            def run() -> tuple[Tensor, Tensor]:  # both alive as long as the call
+                self.library.run(p, workspace)
+                return real, y
+
+            return run
+
+        return [call(p, y) for p, y in zip(steps, ys, strict=True)]
 
 
 def graph_seconds(calls: list[Callable[[], Any]], replays: int) -> float:
@@ -69,14 +76,17 @@ def graph_seconds(calls: list[Callable[[], Any]], replays: int) -> float:
             call()
     for _ in range(2):
         graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    events: list[Any] = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(replays + 1)
+    ]
     events[0].record()
     for event in events[1:]:
         graph.replay()
         event.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    return median(times) / 1e3 / len(calls)
+    return float(median(times)) / 1e3 / len(calls)
 
 
 def measure(library: MoeLibrary, layers: list[Experts], tokens: int, vllm: Any) -> dict[str, Any]:

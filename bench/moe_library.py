@@ -107,7 +107,8 @@ class Experts:
     def bytes_read(self, chosen: Tensor) -> int:
         """What a step with these choices must read of the weights."""
         one = 2 * (self.shared_fc.numel() + self.shared_proj.numel())
-        return one * (chosen.unique().numel() + 1) + 4 * self.router_weight.numel()
+        distinct = len(set(chosen.flatten().tolist()))
+        return one * (distinct + 1) + 4 * self.router_weight.numel()
 
 
 class MoeLibrary:

@@ -69,9 +69,11 @@ def align(chosen: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Ten
         ids += order[at : at + count] + [len(pairs)] * padding
         blocks += [expert] * ((count + padding) // block)
         at += count
-    as_int = {"dtype": torch.int32, "device": "cuda"}
-    total = torch.tensor([len(ids)], **as_int)
-    return torch.tensor(ids, **as_int), torch.tensor(blocks, **as_int), total
+
+    def on_gpu(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    return on_gpu(ids), on_gpu(blocks), on_gpu([len(ids)])
 
 
 def vllm_call(
