@@ -62,8 +62,10 @@ size_t sm90_moe_workspace_bytes(MoeParams const& p) {
 }
 
 bool sm90_moe_supports(MoeParams const& p) {
-  bool suits = p.type == Type::kBfloat16 && p.hidden % 64 == 0 && p.width % 64 == 0 &&
-               p.shared_width == p.width && aligned(p.x) && aligned(p.y) &&
+  // Offsets into x and the activations are 32-bit numbers of elements.
+  int64_t const largest = kSm90MoeSlabTokens * std::max<int64_t>(p.hidden, (p.top_k + 1) * p.width);
+  bool suits = largest < int64_t{1} << 32 && p.type == Type::kBfloat16 && p.hidden % 64 == 0 &&
+               p.width % 64 == 0 && p.shared_width == p.width && aligned(p.x) && aligned(p.y) &&
                aligned(p.router_weight) && aligned(p.shared_fc) && aligned(p.shared_proj);
   for (int i = 0; i < p.parts; ++i) suits = suits && aligned(p.fc[i]) && aligned(p.proj[i]);
   return suits;
