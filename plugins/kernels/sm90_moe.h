@@ -6,7 +6,8 @@
 namespace m3::kernels {
 
 // Whether the sizes and pointers suit it: bf16, hidden and width multiples of 64, the shared expert
-// as wide as the others and none too wide for 32-bit offsets, 16-byte aligned tensors. Null pointers count as aligned.
+// as wide as the others and none too wide for 32-bit offsets, 16-byte aligned tensors. Null
+// pointers count as aligned.
 bool sm90_moe_supports(MoeParams const& p);
 
 // Bytes of workspace for p.tokens tokens or fewer; pointers are not looked at.
