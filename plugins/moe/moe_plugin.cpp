@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/creator.h"
+#include "kernels/sm90_moe.h"
 
 namespace m3 {
 
@@ -16,6 +17,32 @@ enum : int32_t { kX, kCuQueryLens, kRouterWeight, kRouterBias, kFc };
 
 // Longer steps run slab by slab, which bounds the workspace.
 constexpr int64_t kSlabTokens = 4096;
+
+// The launcher of a compute capability, and how many tokens it takes at once.
+struct Launcher {
+  cudaError_t (*launch)(kernels::MoeParams const&, void*, cudaStream_t);
+  int64_t slab_tokens;
+};
+
+[[maybe_unused]] bool device_is_sm90() {
+  int device = 0;
+  int major = 0;
+  int minor = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+         major == 9 && minor == 0;
+}
+
+Launcher choose_launcher([[maybe_unused]] kernels::MoeParams const& p) {
+#ifdef M3_SM90
+  static bool const sm90 = device_is_sm90();  // a process has GPUs of one kind
+  if (sm90 && kernels::sm90_moe_supports(p)) {
+    return {kernels::launch_sm90_moe, kernels::kSm90MoeSlabTokens};
+  }
+#endif
+  return {kernels::launch_moe, kSlabTokens};
+}
 
 void check_is(Dims const& found, std::vector<int64_t> const& expected, std::string const& name) {
   Dims dims{};
@@ -58,7 +85,7 @@ void MoePlugin::output_shapes(nvinfer1::DimsExprs const* in, nvinfer1::DimsExprs
 kernels::MoeParams MoePlugin::params(std::vector<Dims> const& in) const {
   int32_t const parts = attributes().expert_parts;
   kernels::MoeParams p{};
-  p.tokens = std::min(dim(in[kX], 2, 0, "x"), kSlabTokens);
+  p.tokens = dim(in[kX], 2, 0, "x");
   p.hidden = dim(in[kX], 2, 1, "x");
   p.experts = static_cast<int32_t>(dim(in[kRouterWeight], 2, 0, "router_weight"));
   p.width = dim(in[kFc], 3, 1, "fc.part0") / 2;
@@ -96,9 +123,17 @@ void MoePlugin::check_shapes(Shapes const& shapes) const {
 }
 
 size_t MoePlugin::workspace_bytes(Shapes const& largest) const {
+  // An engine is built where its GPU may be missing: room for whichever launcher will run.
   kernels::MoeParams p = params(largest.in);
   p.type = kernel_type(largest.in_types[kX]);
-  return kernels::moe_workspace_bytes(p);
+  int64_t const tokens = p.tokens;
+  p.tokens = std::min(tokens, kSlabTokens);
+  size_t bytes = kernels::moe_workspace_bytes(p);
+  if (kernels::sm90_moe_supports(p)) {
+    p.tokens = std::min(tokens, kernels::kSm90MoeSlabTokens);
+    bytes = std::max(bytes, kernels::sm90_moe_workspace_bytes(p));
+  }
+  return bytes;
 }
 
 void MoePlugin::enqueue_step(Step const& step) const {
@@ -117,13 +152,16 @@ void MoePlugin::enqueue_step(Step const& step) const {
   p.shared_fc = step.inputs[kFc + 2 * parts];
   p.shared_proj = step.inputs[kFc + 2 * parts + 1];
 
-  for (int64_t first = 0; first < tokens; first += kSlabTokens) {
-    int64_t const offset = first * p.hidden * static_cast<int64_t>(type_bytes(type));
+  p.x = step.input<char>(kX);
+  p.y = step.output<char>(0);
+  Launcher const launcher = choose_launcher(p);
+  int64_t const row_bytes = p.hidden * static_cast<int64_t>(type_bytes(type));
+  for (int64_t first = 0; first < tokens; first += launcher.slab_tokens) {
     p.first_token = first;
-    p.tokens = std::min(kSlabTokens, tokens - first);
-    p.x = step.input<char>(kX) + offset;
-    p.y = step.output<char>(0) + offset;
-    check_launch(kernels::launch_moe(p, step.workspace, step.stream), "moe");
+    p.tokens = std::min(launcher.slab_tokens, tokens - first);
+    p.x = step.input<char>(kX) + first * row_bytes;
+    p.y = step.output<char>(0) + first * row_bytes;
+    check_launch(launcher.launch(p, step.workspace, step.stream), "moe");
   }
 }
 

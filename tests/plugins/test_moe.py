@@ -144,16 +144,9 @@ def formula(s: Shape, inputs: dict[str, Tensor], chosen: Tensor, weights: Tensor
     return y
 
 
-@pytest.mark.gpu
-@pytest.mark.full
-@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("step", STEPS)
-def test_is_exact_mixture(step: str, shape: str) -> None:
-    s = SHAPES[shape]
-    real, padding = STEPS[step]
-    inputs = make_inputs(s, real, padding)
-    y = harness.run(node(s), inputs)["y"]
+def check_mixture(s: Shape, inputs: dict[str, Tensor], real: int) -> None:
+    """Runs the plugin and compares the rows of real tokens with fp64; the others are zeros."""
+    y = harness.run(node(s), inputs)["y"].to(inputs["x"].device)
     assert (y[real:] == 0).all()
 
     wide = {name: tensor.double() for name, tensor in inputs.items()}
@@ -164,7 +157,7 @@ def test_is_exact_mixture(step: str, shape: str) -> None:
     weights = probabilities.gather(-1, chosen)
     weights = SCALE * weights / weights.sum(-1, keepdim=True)
     # Where the last chosen and the first rejected expert tie within fp32, either is right.
-    sure = torch.ones(real, dtype=torch.bool)
+    sure = torch.ones(real, dtype=torch.bool, device=y.device)
     if s.top_k < s.experts:
         sure = scores[:, s.top_k - 1] - scores[:, s.top_k] > 1e-5
     assert real == 0 or sure.double().mean() > 0.95
@@ -173,6 +166,50 @@ def test_is_exact_mixture(step: str, shape: str) -> None:
     plain = {name: tensor.to(DTYPES[s.dtype]) for name, tensor in wide.items()}
     baseline = formula(s, plain, chosen, weights)
     check_sums(y[:real][sure], exact[sure], baseline[sure], terms=s.hidden + s.width)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("step", STEPS)
+def test_is_exact_mixture(step: str, shape: str) -> None:
+    s = SHAPES[shape]
+    real, padding = STEPS[step]
+    check_mixture(s, make_inputs(s, real, padding), real)
+
+
+REAL_WIDTHS = {  # of the released model, with fewer experts
+    "rank-of-8": Shape("bf16", 6144, 32, 4, 384, 384),
+    "rank-of-4": Shape("bf16", 6144, 16, 4, 768, 768),
+    "whole": Shape("bf16", 6144, 8, 4, 3072, 3072, parts=4),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("hot", [False, True], ids=["random", "hot-expert"])
+@pytest.mark.parametrize("tokens", [1, 9, 70, 700, 4100])
+@pytest.mark.parametrize("shape", REAL_WIDTHS)
+def test_real_widths(shape: str, tokens: int, hot: bool) -> None:
+    """Every tile width of the GEMMs, tiles cut along K, experts with no token and with all."""
+    s = REAL_WIDTHS[shape]
+    torch.cuda.manual_seed(tokens)
+    inputs = {}
+    for port in node(s).inputs:
+        if port.name == "cu_query_lens":
+            inputs[port.name] = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+            continue
+        size = [tokens + 3 if dim == "tokens" else int(dim) for dim in port.shape]
+        scale = 1.0 if port.name == "x" else (4 if "fc" in port.name else 1) * size[-1] ** -0.5
+        values = torch.randn(size, device="cuda") * scale
+        inputs[port.name] = values.to(DTYPES[port.dtype])
+    inputs["x"][tokens:] = torch.nan
+    inputs["router_bias"].zero_()
+    if hot:
+        inputs["router_bias"][:4] = torch.tensor([-9.0, 9.0, -9.0, -9.0])
+    check_mixture(s, inputs, tokens)
 
 
 @pytest.mark.gpu

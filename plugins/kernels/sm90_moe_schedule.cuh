@@ -1,0 +1,147 @@
+#pragma once
+
+#include "kernels/sm90_moe_stages.h"
+
+// Which CTA computes what. A tile is 256 weight rows by up to 160 rows of one expert; tiles are
+// numbered with the token tiles of one weight tile side by side, so that CTAs which run at the same
+// time share weights in L2, and the shared expert, which has the most, first.
+namespace m3::kernels {
+
+constexpr int SM90_MOE_K = 64;  // of one pipeline stage
+
+// A part of one tile: stages k0 .. k1 - 1 of its K. first_cta .. last_cta compute the whole tile.
+struct MoeSegment {
+  int tile, k0, k1;
+  int first_cta, last_cta;
+};
+
+// Waves of whole tiles, then, where that evens the load, the last one or two waves cut along K.
+class MoeSchedule {
+ public:
+  __device__ MoeSchedule(int tiles, int depth, int cta, int ctas)
+      : depth_(depth), cta_(cta), ctas_(ctas), next_(cta) {
+    constexpr int SPLIT_COST = 3;  // stages that adding up partial sums takes
+    int const waves = (tiles + ctas - 1) / ctas;
+    bool const cut = waves * depth * ctas > tiles * depth + SPLIT_COST * ctas;
+    whole_ = cut ? max(0, tiles / ctas - 1) * ctas : tiles;
+    units_ = (tiles - whole_) * depth;
+    sharers_ = max(1, min(ctas, units_ / 2));  // every one gets something
+    unit_ = begin(min(cta, sharers_));
+    end_ = begin(min(cta + 1, sharers_));
+  }
+
+  __device__ bool next(MoeSegment& s) {
+    if (next_ < whole_) {
+      s = {next_, 0, depth_, cta_, cta_};
+      next_ += ctas_;
+      return true;
+    }
+    if (unit_ >= end_) return false;
+    int const tile = unit_ / depth_;
+    s.tile = whole_ + tile;
+    s.k0 = unit_ - tile * depth_;
+    s.k1 = min(depth_, s.k0 + end_ - unit_);
+    s.first_cta = owner(tile * depth_);
+    s.last_cta = owner((tile + 1) * depth_ - 1);
+    unit_ += s.k1 - s.k0;
+    return true;
+  }
+
+ private:
+  __device__ int begin(int cta) const { return static_cast<int>(int64_t{cta} * units_ / sharers_); }
+  // The last cta whose range begins at or before `unit`
+  __device__ int owner(int unit) const {
+    auto cta = static_cast<int>(int64_t{unit} * sharers_ / units_);
+    while (begin(cta + 1) <= unit) ++cta;
+    return cta;
+  }
+
+  int depth_, cta_, ctas_, next_, whole_;
+  int units_, sharers_, unit_, end_;  // stages of the tiles that are cut, who cuts, my range
+};
+
+// One CTA's share of a tile.
+struct MoeTokens {
+  int expert;       // number `experts` is the shared one
+  int weight_tile;  // counts SM90_MOE_WEIGHT_ROWS
+  int place, rows;  // first place, number of rows
+  bool alone;       // no other tile reads the same weights
+};
+
+// Tables in shared memory, by which a CTA finds the rows of a tile.
+struct MoeTiles {
+  int begin[kMaxExperts + 2];   // first place of each expert
+  int prefix[kMaxExperts + 2];  // token tiles before: entry 0 is the shared expert, e + 1 expert e
+
+  // All threads of the block
+  __device__ void fill(int32_t const* expert_begin, int experts) {
+    constexpr int CAPACITY = SM90_MOE_MAX_TOKENS;
+    for (int i = threadIdx.x; i < experts + 2; i += blockDim.x) begin[i] = expert_begin[i];
+    __syncthreads();  // begin
+    if (threadIdx.x >= 32) return;
+    int const lane = threadIdx.x;
+    int total = 0;
+    for (int first = 0; first <= experts; first += 32) {
+      int const i = first + lane;
+      int tiles = 0;
+      if (i <= experts) {
+        int const expert = i == 0 ? experts : i - 1;
+        tiles = (begin[expert + 1] - begin[expert] + CAPACITY - 1) / CAPACITY;
+      }
+      int sum = tiles;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        int const other = __shfl_up_sync(~0u, sum, offset);
+        if (lane >= offset) sum += other;
+      }
+      if (i <= experts) prefix[i] = total + sum - tiles;
+      total += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) prefix[experts + 1] = total;
+  }
+
+  __device__ int count(int experts, int weight_tiles) const {
+    return prefix[experts + 1] * weight_tiles;
+  }
+
+  // The shared expert's tiles have many tokens: they are spread among the others, which wait for
+  // memory meanwhile. Tiles of the same weights lie side by side: they run at the same time and
+  // share them in L2.
+  __device__ MoeTokens find(int tile, int experts, int weight_tiles) const {
+    MoeTokens t;
+    int const shared_tiles = prefix[1];
+    int const routed = (prefix[experts + 1] - shared_tiles);  // a round: of all weight tiles
+    int const round = tile / (shared_tiles + routed);
+    int const in_round = tile - round * (shared_tiles + routed);
+    int local, token_tiles;
+    if (in_round < shared_tiles) {
+      t.expert = experts;
+      t.weight_tile = round;
+      local = in_round;
+      token_tiles = shared_tiles;
+    } else {
+      int const i = round * routed + in_round - shared_tiles;
+      int low = 1;
+      int high = experts + 1;
+      while (high - low > 1) {
+        int const middle = (low + high) / 2;
+        ((prefix[middle] - shared_tiles) * weight_tiles <= i ? low : high) = middle;
+      }
+      // Several entries share a start when experts are empty; `low` is the last, which has tiles.
+      t.expert = low - 1;
+      token_tiles = prefix[low + 1] - prefix[low];
+      local = i - (prefix[low] - shared_tiles) * weight_tiles;
+      t.weight_tile = local / token_tiles;
+      local %= token_tiles;
+    }
+    int const rows = begin[t.expert + 1] - begin[t.expert];
+    int const each = ((rows + token_tiles - 1) / token_tiles + 7) / 8 * 8;
+    int const first = local * each;
+    t.place = begin[t.expert] + first;
+    t.rows = min(each, rows - first);
+    t.alone = token_tiles == 1;
+    return t;
+  }
+};
+
+}  // namespace m3::kernels

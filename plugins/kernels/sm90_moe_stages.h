@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "kernels/sm90_moe.h"
+
+// The launches that make up launch_sm90_moe. A token has top_k + 1 "rows", one for each choice and
+// the last for the shared expert: row = token * (top_k + 1) + slot. A "place" numbers the rows of
+// real tokens in the order of (expert, token), the shared expert last, as expert number `experts`.
+namespace m3::kernels {
+
+constexpr int SM90_MOE_MAX_CTAS = 144;     // of the expert GEMMs, one for each multiprocessor
+constexpr int SM90_MOE_MAX_TOKENS = 160;   // of one tile
+constexpr int SM90_MOE_WEIGHT_ROWS = 256;  // of one tile
+constexpr int SM90_ROUTER_MAX_SPLITS = 24;
+constexpr int SM90_ROUTER_TOKENS = 64;  // of one block, at most
+
+struct Sm90MoeWorkspace {
+  float* logits;               // [router splits, tokens, experts] partial sums
+  int32_t* expert_ids;         // [tokens, top_k]; -1 for padding tokens
+  float* expert_weights;       // [tokens, top_k], scale included
+  int32_t* rows;               // [tokens * (top_k + 1)] row of each place
+  int32_t* expert_begin;       // [experts + 2] first place of each expert, end
+  int32_t* arrivals;           // [2, SM90_MOE_MAX_CTAS] CTAs that finished their part of a tile
+  __nv_bfloat16* activations;  // [tokens * (top_k + 1), width] by place
+  float* outputs;              // [tokens * (top_k + 1), hidden] by row
+  float* partials;             // [2 * SM90_MOE_MAX_CTAS, tile] sums over a part of K
+};
+
+// Number of parts that the router cuts `hidden` into.
+int sm90_router_splits(int64_t tokens, int64_t hidden);
+
+// Makes expert_ids, expert_weights, rows, expert_begin and zeroes arrivals.
+cudaError_t launch_sm90_moe_route(MoeParams const& p, Sm90MoeWorkspace const& ws,
+                                  cudaStream_t stream);
+cudaError_t launch_sm90_moe_fc(MoeParams const& p, Sm90MoeWorkspace const& ws, cudaStream_t stream);
+cudaError_t launch_sm90_moe_proj(MoeParams const& p, Sm90MoeWorkspace const& ws,
+                                 cudaStream_t stream);
+cudaError_t launch_sm90_moe_combine(MoeParams const& p, Sm90MoeWorkspace const& ws,
+                                    cudaStream_t stream);
+
+}  // namespace m3::kernels
