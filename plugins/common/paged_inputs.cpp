@@ -73,6 +73,19 @@ void check_decode_rows(Dims const& decode_rows) {
            to_string(decode_rows).c_str(), kernels::kMaxDecodeLength);
 }
 
+RowSplit split_rows(Dims const& decode_rows, kernels::PackedTokens const& tokens) {
+  int64_t const requests = decode_rows.d[0], q_len = decode_rows.d[1];
+  M3_CHECK(requests <= tokens.num_requests && requests * q_len <= tokens.num_tokens,
+           "decode_rows has shape %s; the step has %d requests and %d tokens",
+           to_string(decode_rows).c_str(), tokens.num_requests, tokens.num_tokens);
+  RowSplit split{};
+  split.num_decode = static_cast<int32_t>(requests);
+  split.q_len = static_cast<int32_t>(q_len);
+  split.context_requests = tokens.num_requests - split.num_decode;
+  split.context_tokens = tokens.num_tokens - split.num_decode * split.q_len;
+  return split;
+}
+
 void check_vector(Dims const& dims, int64_t size, char const* name) {
   M3_CHECK(dim(dims, 1, 0, name) == size, "%s has shape %s; it takes [%lld]", name,
            to_string(dims).c_str(), static_cast<long long>(size));

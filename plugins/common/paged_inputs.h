@@ -33,6 +33,17 @@ void check_index_cache(nvinfer1::Dims const& index_cache);
 // Throws Error unless decode_rows is [requests, up to 8].
 void check_decode_rows(nvinfer1::Dims const& decode_rows);
 
+// Context rows come first, decode rows last: what the shape of decode_rows says of a step.
+struct RowSplit {
+  int32_t num_decode;  // requests, the last ones, of q_len tokens each
+  int32_t q_len;
+  int32_t context_requests;
+  int32_t context_tokens;  // padding included
+};
+
+// Throws Error when the step has fewer requests or tokens than decode_rows counts.
+RowSplit split_rows(nvinfer1::Dims const& decode_rows, kernels::PackedTokens const& tokens);
+
 // Throws Error unless the input is [size].
 void check_vector(nvinfer1::Dims const& dims, int64_t size, char const* name);
 

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "kernels/packed_tokens.cuh"
 #include "kernels/smxx_cache_update.h"
 #include "kernels/vectors.cuh"
@@ -5,113 +7,212 @@
 namespace m3::kernels {
 namespace {
 
-constexpr int kWarps = 8;
-static_assert(kHeadSize == 32 * 4, "a warp holds one head, four channels a lane");
+constexpr int THREADS = 256;
+constexpr int LANES = 16;               // of a head, eight channels each
+constexpr int TEAMS = THREADS / LANES;  // heads at once
+static_assert(kHeadSize == LANES * 8, "a team holds one head");
 
-// The rotation of a lane's four channels, computed once a token and used by all its heads.
-struct Rotation {
-  float cosine[4];
-  float sine[4];  // negated in the first half: out = x * cosine + partner * sine
-  int partner_lane;
-  bool active;  // channels from rotary_dim on pass through
+// A lane's eight channels of a head: four from `low` on and four from `high` on. Where the head
+// turns, these are pairs, so that a lane needs no other.
+struct Channels {
+  int low, high;
+  bool turn;
+
+  __device__ Channels(int lane, int rotary_dim) {
+    int const half = rotary_dim / 2;
+    turn = 4 * lane < half;
+    low = turn ? 4 * lane : half + 4 * lane + 4 * (lane - half / 4);
+    high = turn ? low + half : low + 4;
+  }
 };
 
-__device__ Rotation make_rotation(CacheUpdateParams const& p, int32_t token, int lane) {
-  Rotation r{};
-  int const half = p.rotary_dim / 2;
-  int const channel = 4 * lane;
-  bool const first_half = channel < half;
-  r.active = channel < p.rotary_dim;
-  r.partner_lane = !r.active ? lane : first_half ? lane + half / 4 : lane - half / 4;
-  if (!r.active) return r;
+struct Eight {
+  float4 low, high;
+};
+
+// As loaded: four elements.
+template <class T>
+using Quad = typename std::conditional<sizeof(T) == 4, float4, uint2>::type;
+
+// What the heads of a token share.
+struct Token {
+  int32_t page;  // -1: no cache slot
+  int32_t slot;
+  bool padding;
+};
+
+template <int kTokens>
+struct alignas(16) Shared {
+  float cosine[kTokens][kHeadSize / 2];
+  float sine[kTokens][kHeadSize / 2];
+  Token tokens[kTokens];
+};
+
+// One warp.
+__device__ void prepare_token(CacheUpdateParams const& p, int32_t token, Token& place,
+                              float* cosine, float* sine) {
+  int const lane = threadIdx.x % 32;
   float const position = static_cast<float>(p.position_ids[token]);  // exact below 2^24
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float const angle = position * p.inv_freq[channel % half + i];
+  for (int i = lane; i < p.rotary_dim / 2; i += 32) {
     // Angles reach a million radians: the accurate sincosf, never the fast one.
-    sincosf(angle, &r.sine[i], &r.cosine[i]);
-    if (first_half) r.sine[i] = -r.sine[i];
+    sincosf(position * p.inv_freq[i], &sine[i], &cosine[i]);
   }
-  return r;
+  if (lane != 0) return;
+  TokenPlace const at = locate_token(p.tokens, token);
+  place = {at.is_padding() ? -1 : page_of(p.tokens, at.request, at.own_block()),
+           at.position % kBlockSize, at.is_padding()};
 }
 
-__device__ float4 normalise(float4 x, float const* __restrict__ weight, float epsilon, int lane) {
-  float const mean = warp_sum(dot4(x, x, 0.f)) / kHeadSize;
-  float4 const w = load4(weight + 4 * lane);
-  float4 const y = x * rsqrtf(mean + epsilon);
-  return make_float4(y.x * w.x, y.y * w.y, y.z * w.z, y.w * w.w);
+__device__ float4 product(float4 a, float4 b) {
+  return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
 }
 
-__device__ float4 rotate(float4 x, Rotation const& r) {
-  // Every lane takes part in the shuffle; lanes that do not rotate read themselves.
-  float4 const y =
-      make_float4(__shfl_sync(~0u, x.x, r.partner_lane), __shfl_sync(~0u, x.y, r.partner_lane),
-                  __shfl_sync(~0u, x.z, r.partner_lane), __shfl_sync(~0u, x.w, r.partner_lane));
-  if (!r.active) return x;
-  return make_float4(x.x * r.cosine[0] + y.x * r.sine[0], x.y * r.cosine[1] + y.y * r.sine[1],
-                     x.z * r.cosine[2] + y.z * r.sine[2], x.w * r.cosine[3] + y.w * r.sine[3]);
+// RMS norm over the team, then the rotation.
+__device__ Eight normalise_and_turn(Eight const& x, Eight const& weight, bool turn, float epsilon,
+                                    float4 cosine, float4 sine) {
+  float sum = dot4(x.low, x.low, dot4(x.high, x.high, 0.f));
+#pragma unroll
+  for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  float const factor = rsqrtf(sum / kHeadSize + epsilon);
+  float4 const a = product(x.low * factor, weight.low);
+  float4 const b = product(x.high * factor, weight.high);
+  if (!turn) return {a, b};
+  return {make_float4(a.x * cosine.x - b.x * sine.x, a.y * cosine.y - b.y * sine.y,
+                      a.z * cosine.z - b.z * sine.z, a.w * cosine.w - b.w * sine.w),
+          make_float4(b.x * cosine.x + a.x * sine.x, b.y * cosine.y + a.y * sine.y,
+                      b.z * cosine.z + a.z * sine.z, b.w * cosine.w + a.w * sine.w)};
 }
 
 template <class T>
-__device__ void write_cache(void* cache, int64_t offset, float4 x, float const* scale) {
+__device__ void store8(T* head, Channels const& at, Eight const& x) {
+  store4(head + at.low, x.low);
+  store4(head + at.high, x.high);
+}
+
+template <class T>
+__device__ void write_cache(void* cache, int64_t row, Channels const& at, Eight const& x,
+                            float const* scale) {
   if (scale == nullptr) {
-    store4(static_cast<T*>(cache) + offset, x);
+    store8(static_cast<T*>(cache) + row * kHeadSize, at, x);
   } else {
-    store4(static_cast<__nv_fp8_e4m3*>(cache) + offset, x / *scale);
+    store8(static_cast<__nv_fp8_e4m3*>(cache) + row * kHeadSize, at,
+           Eight{x.low / *scale, x.high / *scale});
   }
 }
 
+// Heads of a token's row of qkv, in order: q, k, v, index q, index k.
+struct Heads {
+  int q_end, k_end, v_end, index_q_end, count;
+
+  __host__ __device__ explicit Heads(CacheUpdateParams const& p)
+      : q_end(p.num_heads),
+        k_end(q_end + p.num_kv_heads),
+        v_end(k_end + p.num_kv_heads),
+        index_q_end(v_end + p.num_index_heads),
+        count(index_q_end + (p.num_index_heads > 0 ? 1 : 0)) {}
+};
+
 template <class T>
-__global__ void __launch_bounds__(32 * kWarps) cache_update_kernel(CacheUpdateParams const p) {
-  int32_t const token = blockIdx.x;
-  int const lane = threadIdx.x;
-  TokenPlace const place = locate_token(p.tokens, token);
-  int const q_end = p.num_heads;
-  int const k_end = q_end + p.num_kv_heads;
-  int const v_end = k_end + p.num_kv_heads;
-  int const index_q_end = v_end + p.num_index_heads;
-  int const num_rows = index_q_end + (p.num_index_heads > 0 ? 1 : 0);
-
-  Rotation rotation{};
-  int32_t page = -1;
-  if (!place.is_padding()) {
-    rotation = make_rotation(p, token, lane);
-    page = page_of(p.tokens, place.request, place.own_block());
+__device__ void write_head(CacheUpdateParams const& p, Heads const& heads, Token const& place,
+                           int64_t token, int head, Channels const& at, Eight const& x) {
+  if (head < heads.q_end) {
+    store8(static_cast<T*>(p.q) + (token * p.num_heads + head) * kHeadSize, at, x);
+  } else if (head >= heads.v_end && head < heads.index_q_end) {
+    int64_t const row = token * p.num_index_heads + head - heads.v_end;
+    store8(static_cast<T*>(p.index_q) + row * kHeadSize, at, x);
+  } else if (place.page >= 0 && head < heads.v_end) {
+    int const lane_of_cache = head < heads.k_end ? 0 : 1;  // 0 holds K, 1 holds V
+    int const kv_head = head < heads.k_end ? head - heads.q_end : head - heads.k_end;
+    int64_t const slot = (int64_t{place.page} * 2 + lane_of_cache) * kBlockSize + place.slot;
+    write_cache<T>(p.kv_cache, slot * p.num_kv_heads + kv_head, at, x, p.kv_scale);
+  } else if (place.page >= 0) {
+    write_cache<T>(p.index_cache, int64_t{place.page} * kBlockSize + place.slot, at, x,
+                   p.index_scale);
   }
-  int const slot = place.position % kBlockSize;
-  T const* const qkv = static_cast<T const*>(p.qkv) + int64_t{token} * num_rows * kHeadSize;
+}
 
-  // A warp takes one head of the row after the other.
-  for (int row = blockIdx.y * kWarps + threadIdx.y; row < num_rows; row += gridDim.y * kWarps) {
-    bool const is_query = row < q_end || (row >= v_end && row < index_q_end);
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (!place.is_padding()) {
-      x = load4(qkv + row * kHeadSize + 4 * lane);
-      if (row < k_end || row >= v_end) {
-        float const* const weight = row < q_end         ? p.q_norm
-                                    : row < k_end       ? p.k_norm
-                                    : row < index_q_end ? p.index_q_norm
-                                                        : p.index_k_norm;
-        x = rotate(normalise(x, weight, p.epsilon, lane), rotation);
+// Grid: (groups of kTokens tokens, parts of their heads). While a team turns one head of all
+// tokens, its next head is on the way.
+template <class T, int kTokens>
+__global__ void __launch_bounds__(THREADS)
+    cache_update_kernel(__grid_constant__ CacheUpdateParams const p) {
+  static_assert(kTokens <= THREADS / 32, "a warp prepares a token");
+  __shared__ Shared<kTokens> shared;
+  int32_t const first_token = blockIdx.x * kTokens;
+  int const num_tokens = min(kTokens, p.tokens.num_tokens - first_token);
+  Heads const heads(p);
+  Channels const at(threadIdx.x % LANES, p.rotary_dim);
+  auto const* const qkv =
+      static_cast<T const*>(p.qkv) + int64_t{first_token} * heads.count * kHeadSize;
+  Quad<T> next[kTokens][2];
+  auto const load = [&](int head) {
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      if (head >= heads.count || i >= num_tokens) continue;
+      T const* const from = qkv + (int64_t{i} * heads.count + head) * kHeadSize;
+      next[i][0] = *reinterpret_cast<Quad<T> const*>(from + at.low);
+      next[i][1] = *reinterpret_cast<Quad<T> const*>(from + at.high);
+    }
+  };
+  int const first = blockIdx.y * TEAMS, step = gridDim.y * TEAMS;
+  load(first + threadIdx.x / LANES);
+  if (int const warp = threadIdx.x / 32; warp < num_tokens) {
+    prepare_token(p, first_token + warp, shared.tokens[warp], shared.cosine[warp],
+                  shared.sine[warp]);
+  }
+  __syncthreads();
+
+  // Both teams of a warp go round equally often: they meet in the sums of the norm.
+  for (int base = first; base < heads.count; base += step) {
+    int const head = base + threadIdx.x / LANES;
+    Quad<T> current[kTokens][2];
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      current[i][0] = next[i][0];
+      current[i][1] = next[i][1];
+    }
+    load(head + step);
+    bool const is_value = head >= heads.k_end && head < heads.v_end;
+    float const* const norm = head < heads.q_end         ? p.q_norm
+                              : head < heads.v_end       ? p.k_norm
+                              : head < heads.index_q_end ? p.index_q_norm
+                                                         : p.index_k_norm;
+    Eight const weight =
+        head < heads.count ? Eight{load4(norm + at.low), load4(norm + at.high)} : Eight{};
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      if (i >= num_tokens) break;
+      Eight x{load4(reinterpret_cast<T const*>(&current[i][0])),
+              load4(reinterpret_cast<T const*>(&current[i][1]))};
+      float4 cosine{}, sine{};
+      if (at.turn) {
+        cosine = load4(shared.cosine[i] + at.low);
+        sine = load4(shared.sine[i] + at.low);
+      }
+      Eight const turned = normalise_and_turn(x, weight, at.turn, p.epsilon, cosine, sine);
+      if (!is_value) x = turned;
+      Token const place = shared.tokens[i];
+      if (place.padding) x = Eight{};
+      if (head < heads.count) {
+        write_head<T>(p, heads, place, int64_t{first_token} + i, head, at, x);
       }
     }
-    if (is_query) {
-      bool const is_main = row < q_end;
-      T* const out = static_cast<T*>(is_main ? p.q : p.index_q);
-      int const heads = is_main ? p.num_heads : p.num_index_heads;
-      int const head = is_main ? row : row - v_end;
-      store4(out + (int64_t{token} * heads + head) * kHeadSize + 4 * lane, x);
-    } else if (page >= 0 && row < v_end) {
-      int const lane_of_cache = row < k_end ? 0 : 1;  // 0 holds K, 1 holds V
-      int const head = row < k_end ? row - q_end : row - k_end;
-      int64_t const offset =
-          (((int64_t{page} * 2 + lane_of_cache) * kBlockSize + slot) * p.num_kv_heads + head) *
-          kHeadSize;
-      write_cache<T>(p.kv_cache, offset + 4 * lane, x, p.kv_scale);
-    } else if (page >= 0) {
-      int64_t const offset = (int64_t{page} * kBlockSize + slot) * kHeadSize;
-      write_cache<T>(p.index_cache, offset + 4 * lane, x, p.index_scale);
-    }
+  }
+}
+
+template <class T>
+void launch(CacheUpdateParams const& p, cudaStream_t stream) {
+  int const heads = Heads(p).count;
+  int const tokens = p.tokens.num_tokens;
+  // Few tokens: their heads spread over the GPU. Many: what a token's or a head's turn needs is
+  // computed or read once for several.
+  if (tokens < 512) {
+    dim3 const grid(tokens, static_cast<unsigned>(ceil_div(heads, TEAMS)));
+    cache_update_kernel<T, 1><<<grid, THREADS, 0, stream>>>(p);
+  } else {
+    constexpr int TOKENS = 4;
+    cache_update_kernel<T, TOKENS>
+        <<<static_cast<unsigned>(ceil_div(tokens, TOKENS)), THREADS, 0, stream>>>(p);
   }
 }
 
@@ -120,18 +221,12 @@ __global__ void __launch_bounds__(32 * kWarps) cache_update_kernel(CacheUpdatePa
 cudaError_t launch_cache_update(CacheUpdateParams const& p, cudaStream_t stream) {
   if (p.tokens.num_tokens == 0) return cudaSuccess;
   if (p.rotary_dim % 8 != 0 || p.rotary_dim > kHeadSize) return cudaErrorInvalidValue;
-  int const rows =
-      p.num_heads + 2 * p.num_kv_heads + (p.num_index_heads > 0 ? p.num_index_heads + 1 : 0);
-  // Few tokens: spread the heads over the GPU. Many: one block a token computes its angles once.
-  int const row_blocks = p.tokens.num_tokens < 256 ? static_cast<int>(ceil_div(rows, kWarps)) : 1;
-  dim3 const grid(p.tokens.num_tokens, row_blocks);
-  dim3 const block(32, kWarps);
   switch (p.type) {
     case Type::kFloat32:
-      cache_update_kernel<float><<<grid, block, 0, stream>>>(p);
+      launch<float>(p, stream);
       break;
     case Type::kBfloat16:
-      cache_update_kernel<__nv_bfloat16><<<grid, block, 0, stream>>>(p);
+      launch<__nv_bfloat16>(p, stream);
       break;
     default:
       return cudaErrorInvalidValue;

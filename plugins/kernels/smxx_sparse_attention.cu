@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
 
 template <class T>
 void launch(SparseAttentionParams const& p, cudaStream_t stream) {
-  dim3 const grid(p.tokens.num_tokens, p.num_kv_heads);
+  dim3 const grid(p.num_rows, p.num_kv_heads);
   if (p.kv_scale == nullptr) {
     sparse_attention_kernel<T, T><<<grid, kAttentionThreads, 0, stream>>>(p);
   } else {
@@ -45,7 +45,7 @@ void launch(SparseAttentionParams const& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_sparse_attention(SparseAttentionParams const& p, cudaStream_t stream) {
-  if (p.tokens.num_tokens == 0) return cudaSuccess;
+  if (p.num_rows == 0) return cudaSuccess;
   if (p.num_heads % p.num_kv_heads != 0 || p.num_heads > kMaxGroup * p.num_kv_heads) {
     return cudaErrorInvalidValue;
   }

@@ -2,7 +2,9 @@
 
 #include "common/creator.h"
 #include "common/paged_inputs.h"
+#include "kernels/paged_prefill.h"
 #include "kernels/smxx_paged_attention.h"
+#include "kernels/smxx_paged_decode.h"
 
 namespace m3 {
 
@@ -15,6 +17,19 @@ enum Input : int32_t {
   kDecodeRows = kPacked + kPackedInputs,
   kKvScale,
 };
+
+bool all_bf16(nvinfer1::DataType q, nvinfer1::DataType kv_cache) {
+  return q == nvinfer1::DataType::kBF16 && kv_cache == nvinfer1::DataType::kBF16;
+}
+
+cudaError_t launch_prefill(kernels::PagedPrefillParams const& p, cudaStream_t stream) {
+#ifdef M3_SM90
+  if (kernels::has_sm90_paged_prefill(p.num_heads, p.num_kv_heads)) {
+    return kernels::launch_sm90_paged_prefill(p, stream);
+  }
+#endif
+  return kernels::launch_smxx_paged_prefill(p, stream);
+}
 
 }  // namespace
 
@@ -43,7 +58,16 @@ void PagedAttentionPlugin::check_shapes(Shapes const& shapes) const {
   if (shapes.in.size() > kKvScale) check_vector(shapes.in[kKvScale], 1, "kv_scale");
 }
 
+size_t PagedAttentionPlugin::workspace_bytes(Shapes const& largest) const {
+  if (!all_bf16(largest.in_types[kQ], largest.in_types[kKvCache])) return 0;
+  auto const q_len = static_cast<int32_t>(largest.in[kDecodeRows].d[1]);
+  return kernels::paged_decode_workspace(static_cast<int32_t>(largest.in[kQ].d[1]),
+                                         static_cast<int32_t>(kv_heads(largest.in[kKvCache])),
+                                         q_len, false);
+}
+
 void PagedAttentionPlugin::enqueue_step(Step const& step) const {
+  if (all_bf16(step.in[kQ].type, step.in[kKvCache].type)) return enqueue_bf16(step);
   nvinfer1::Dims const& q = step.in[kQ].dims;
   kernels::PagedAttentionParams p{};
   p.tokens = packed_tokens(step, kPacked, q.d[0]);
@@ -56,6 +80,38 @@ void PagedAttentionPlugin::enqueue_step(Step const& step) const {
   p.softmax_scale = attributes().softmax_scale;
   p.type = kernel_type(step.in[kQ].type);
   check_launch(kernels::launch_paged_attention(p, step.stream), "paged_attention");
+}
+
+void PagedAttentionPlugin::enqueue_bf16(Step const& step) const {
+  nvinfer1::Dims const& q = step.in[kQ].dims;
+  nvinfer1::Dims const& kv_cache = step.in[kKvCache].dims;
+  kernels::PackedTokens const tokens = packed_tokens(step, kPacked, q.d[0]);
+  RowSplit const rows = split_rows(step.in[kDecodeRows].dims, tokens);
+
+  kernels::PagedPrefillParams context{};
+  context.tokens = tokens;
+  context.q = step.inputs[kQ];
+  context.kv_cache = step.inputs[kKvCache];
+  context.out = step.outputs[0];
+  context.num_heads = static_cast<int32_t>(q.d[1]);
+  context.num_kv_heads = static_cast<int32_t>(kv_cache.d[3]);
+  context.num_pages = static_cast<int32_t>(kv_cache.d[0]);
+  context.num_requests = rows.context_requests;
+  context.num_tokens = rows.context_tokens;
+  context.softmax_scale = attributes().softmax_scale;
+  check_launch(launch_prefill(context, step.stream), "paged_prefill");
+
+  kernels::PagedDecodeParams decode{};
+  decode.tokens = tokens;
+  decode.view = kernels::view_of_pages(step.inputs[kKvCache], context.num_kv_heads);
+  decode.q = step.inputs[kQ];
+  decode.out = step.outputs[0];
+  decode.num_heads = context.num_heads;
+  decode.num_kv_heads = context.num_kv_heads;
+  decode.num_decode = rows.num_decode;
+  decode.q_len = rows.q_len;
+  decode.softmax_scale = attributes().softmax_scale;
+  check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
 }
 
 }  // namespace m3

@@ -26,7 +26,11 @@ class PagedAttentionPlugin final
   void output_shapes(nvinfer1::DimsExprs const* in, nvinfer1::DimsExprs* out,
                      nvinfer1::IExprBuilder& builder) const;
   void check_shapes(Shapes const& shapes) const;
+  size_t workspace_bytes(Shapes const& largest) const;
   void enqueue_step(Step const& step) const;
+
+ private:
+  void enqueue_bf16(Step const& step) const;
 };
 
 }  // namespace m3

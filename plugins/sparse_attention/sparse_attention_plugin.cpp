@@ -2,6 +2,7 @@
 
 #include "common/creator.h"
 #include "common/paged_inputs.h"
+#include "kernels/smxx_paged_decode.h"
 #include "kernels/smxx_sparse_attention.h"
 
 namespace m3 {
@@ -18,6 +19,12 @@ enum Input : int32_t {
   kDecodeRows = kPacked + kPackedInputs,
   kKvScale,
 };
+
+// Whether the split kernel serves the decode rows.
+bool splits_decode(nvinfer1::DataType q, nvinfer1::DataType kv_cache, Dims const& block_ids) {
+  return q == nvinfer1::DataType::kBF16 && kv_cache == nvinfer1::DataType::kBF16 &&
+         block_ids.d[2] <= kernels::kMaxSelectedBlocks;
+}
 
 }  // namespace
 
@@ -53,6 +60,15 @@ void SparseAttentionPlugin::check_shapes(Shapes const& shapes) const {
   if (shapes.in.size() > kKvScale) check_vector(shapes.in[kKvScale], 1, "kv_scale");
 }
 
+size_t SparseAttentionPlugin::workspace_bytes(Shapes const& largest) const {
+  if (!splits_decode(largest.in_types[kQ], largest.in_types[kKvCache], largest.in[kBlockIds])) {
+    return 0;
+  }
+  return kernels::paged_decode_workspace(static_cast<int32_t>(largest.in[kQ].d[1]),
+                                         static_cast<int32_t>(kv_heads(largest.in[kKvCache])), 1,
+                                         true);
+}
+
 void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   Dims const& q = step.in[kQ].dims;
   kernels::SparseAttentionParams p{};
@@ -62,11 +78,29 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   p.kv_scale = cache_scale(step, step.in[kKvCache].type, kKvScale);
   p.block_ids = step.input<int32_t>(kBlockIds);
   p.out = step.outputs[0];
+  p.num_rows = p.tokens.num_tokens;
   p.num_heads = static_cast<int32_t>(q.d[1]);
   p.num_kv_heads = static_cast<int32_t>(step.in[kKvCache].dims.d[3]);
   p.top_k = static_cast<int32_t>(step.in[kBlockIds].dims.d[2]);
   p.softmax_scale = attributes().softmax_scale;
   p.type = kernel_type(step.in[kQ].type);
+  if (splits_decode(step.in[kQ].type, step.in[kKvCache].type, step.in[kBlockIds].dims)) {
+    RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
+    p.num_rows = rows.context_tokens;
+    kernels::PagedDecodeParams decode{};
+    decode.tokens = p.tokens;
+    decode.view = kernels::view_of_virtual_pages(p.kv_cache, p.num_kv_heads);
+    decode.q = p.q;
+    decode.block_ids = p.block_ids;
+    decode.out = p.out;
+    decode.num_heads = p.num_heads;
+    decode.num_kv_heads = p.num_kv_heads;
+    decode.top_k = p.top_k;
+    decode.num_decode = rows.num_decode;
+    decode.q_len = rows.q_len;
+    decode.softmax_scale = p.softmax_scale;
+    check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
+  }
   check_launch(kernels::launch_sparse_attention(p, step.stream), "sparse_attention");
 }
 

@@ -26,6 +26,7 @@ class SparseAttentionPlugin final
   void output_shapes(nvinfer1::DimsExprs const* in, nvinfer1::DimsExprs* out,
                      nvinfer1::IExprBuilder& builder) const;
   void check_shapes(Shapes const& shapes) const;
+  size_t workspace_bytes(Shapes const& largest) const;
   void enqueue_step(Step const& step) const;
 };
 

@@ -31,6 +31,8 @@ STEPS: dict[str, Callable[[], Step]] = {
     ),
     "decode": lambda: make_step([], [1, 127, 128, 129, 2047, 2048, 2049], padded_rows=3),
     "decode-4": lambda: make_step([], [4, 127, 128, 129, 2047, 2048, 2049], q_len=4, padded_rows=2),
+    "decode-8": lambda: make_step([], [8, 127, 128, 135, 2049], q_len=8, padded_rows=1),
+    "many-chunks": lambda: make_step([Request(n % 7 + 1, 40 * n + 9) for n in range(40)]),
     "mixed": lambda: make_step(
         [Request(3, 3), Request(0, 0), Request(100, 700)], [130, 2, 2049], q_len=2, padded_rows=2
     ),
@@ -41,6 +43,7 @@ SHAPES = {
     "gqa2-bf16": ("bf16", "bf16", 8, 4),
     "gqa8-bf16": ("bf16", "bf16", 8, 1),
     "gqa16-bf16": ("bf16", "bf16", 32, 2),
+    "gqa6-bf16": ("bf16", "bf16", 12, 2),
     "gqa1-f32": ("f32", "f32", 2, 2),
     "gqa16-f32": ("f32", "f32", 16, 1),
     "gqa8-bf16-e4m3": ("bf16", "e4m3", 16, 2),
@@ -109,8 +112,21 @@ def test_refuses(bad: Node, sentence: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("step", STEPS)
 def test_is_exact_attention(step: str, shape: str) -> None:
+    check_exact(STEPS[step](), shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("shape", ["gqa2-bf16", "gqa16-bf16"])
+def test_long_contexts(shape: str) -> None:
+    """Decode rows that many blocks share beside rows that one block finishes."""
+    check_exact(make_step([Request(3, 9000)], [70_000, 1, 5000], padded_rows=1), shape)
+    check_exact(make_step([], [70_001, 8], q_len=3), shape)
+
+
+def check_exact(batch: Step, shape: str) -> None:
     dtype, cache, heads, kv_heads = SHAPES[shape]
-    batch = STEPS[step]()
     inputs = dict(batch.inputs)
     inputs["q"] = rows(batch, 1, heads, 128, dtype=dtype, scale=2.0)
     inputs["kv_cache"] = kv_pool(batch, kv_heads, cache, seed=2)
@@ -133,23 +149,27 @@ def test_is_exact_attention(step: str, shape: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.full
 @pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
-def test_context_and_decode_rows_agree() -> None:
-    """The last four tokens give the same bits as one chunk, as decode rows, alone or in a batch."""
-    spec = node("bf16", "bf16", 16, 1)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_rows_do_not_depend_on_their_neighbours(dtype: str) -> None:
+    """The last four tokens give the same bits in another pool, beside another request.
+
+    In f32 also as decode rows; in bf16 those depend on how the batch is split over the GPU.
+    """
+    spec = node(dtype, dtype, 16, 1)
     lengths = [129, 2049, 400]
-    decode = make_step([], lengths, q_len=4)
-    context = make_step([Request(4, n) for n in lengths], [300], seed=0)
-    pages = kv_pool(decode, 1, "bf16", seed=2)
-    inputs = dict(decode.inputs)
-    inputs["q"] = rows(decode, 1, 16, 128, dtype="bf16")
+    chunks = [Request(4, n) for n in lengths]
+    alone = make_step([], lengths, q_len=4) if dtype == "f32" else make_step(chunks)
+    beside = make_step(chunks, [300], seed=0)
+    pages = kv_pool(alone, 1, dtype, seed=2)
+    inputs = dict(alone.inputs)
+    inputs["q"] = rows(alone, 1, 16, 128, dtype=dtype)
     inputs["kv_cache"] = pages
     expected = harness.run(spec, inputs)["out"]
 
-    # The same pages in another pool, beside another request.
-    other = kv_pool(context, 1, "bf16", seed=50)
+    other = kv_pool(beside, 1, dtype, seed=50)
     for request in range(len(lengths)):
-        other[context.pages[request]] = pages[decode.pages[request]]
-    again = dict(context.inputs)
-    again["q"] = torch.cat([inputs["q"], rows(context, 5, 16, 128, dtype="bf16")[-1:]])
+        other[beside.pages[request]] = pages[alone.pages[request]]
+    again = dict(beside.inputs)
+    again["q"] = torch.cat([inputs["q"], rows(beside, 5, 16, 128, dtype=dtype)[-1:]])
     again["kv_cache"] = other
     assert harness.same_bits(harness.run(spec, again)["out"][:12], expected)

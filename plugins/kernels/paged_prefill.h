@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/packed_tokens.h"
+
+namespace m3::kernels {
+
+struct PagedPrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
+  PackedTokens tokens;
+  void const* q;         // bf16 [N, Hq, D]
+  void const* kv_cache;  // bf16 [P, 2, B, Hkv, D]
+  void* out;             // bf16 [N, Hq * D]; zero for padding
+  int32_t num_heads;     // Hq = Hkv times 1 .. 16
+  int32_t num_kv_heads;  // Hkv
+  int32_t num_pages;     // P
+  int32_t num_requests;  // the first ones of the step, whose tokens these are:
+  int32_t num_tokens;    // the first ones of the step, padding included
+  float softmax_scale;
+};
+
+// Causal attention of context rows over their request's pages, the chunk itself included.
+cudaError_t launch_smxx_paged_prefill(PagedPrefillParams const& p, cudaStream_t stream);
+
+// The same with wgmma and TMA, for compute capability 9.0 and 1, 2, 4, 8 or 16 query heads a KV
+// head.
+bool has_sm90_paged_prefill(int32_t num_heads, int32_t num_kv_heads);
+cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t stream);
+
+}  // namespace m3::kernels
