@@ -1,5 +1,5 @@
-#include "kernels/dependent_launch.h"
 #include "kernels/numeric.cuh"
+#include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_moe_stages.h"
 #include "kernels/sm90_ptx.cuh"
 
@@ -11,7 +11,7 @@ constexpr int BATCH = 5;  // rows whose loads are in flight together
 
 // y = sum over slots in order of weight * expert output, + shared expert; fp32, rounded once.
 __global__ void __launch_bounds__(THREADS) sm90_moe_combine(MoeParams p, Sm90MoeWorkspace ws) {
-  ptx::wait_for_previous_kernel();
+  wait_for_previous_kernel();
   int64_t const token = blockIdx.x;
   int64_t const h = (int64_t{blockIdx.y} * THREADS + threadIdx.x) * 4;
   if (h >= p.hidden) return;
@@ -52,7 +52,7 @@ cudaError_t launch_sm90_moe_combine(MoeParams const& p, Sm90MoeWorkspace const& 
                                     cudaStream_t stream) {
   dim3 const grid(static_cast<unsigned>(p.tokens),
                   static_cast<unsigned>(ceil_div(p.hidden, 4 * THREADS)));
-  return launch_dependent(sm90_moe_combine, grid, THREADS, 0, stream, p, ws);
+  return launch_behind(sm90_moe_combine, grid, THREADS, 0, stream, p, ws);
 }
 
 }  // namespace m3::kernels

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "kernels/dependent_launch.h"
 #include "kernels/numeric.cuh"
+#include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_moe_plan.h"
 #include "kernels/sm90_moe_schedule.cuh"
 #include "kernels/sm90_ptx.cuh"
@@ -289,15 +289,15 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
     ptx::barrier_init_fence();
   }
   // The lists were made before the kernel that makes proj's input began: only fc has to wait here.
-  if (Product::kGather) ptx::wait_for_previous_kernel();
+  if (Product::kGather) wait_for_previous_kernel();
   shared.tiles.fill(g.expert_begin, g.experts);
   __syncthreads();  // barriers, tiles
-  if (Product::kGather) ptx::allow_next_kernel();
+  if (Product::kGather) let_next_kernel_start();
 
   if (warp < 4) {
     ptx::registers_down<56>();
     if (warp > 0) {
-      if (!Product::kGather) ptx::wait_for_previous_kernel();
+      if (!Product::kGather) wait_for_previous_kernel();
       gemm.load_tokens(threadIdx.x - 32);
     } else if (threadIdx.x == 0) {
       gemm.load_weights();
@@ -305,8 +305,8 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   } else {
     ptx::registers_up<224>();
     if (!Product::kGather) {
-      ptx::wait_for_previous_kernel();
-      ptx::allow_next_kernel();
+      wait_for_previous_kernel();
+      let_next_kernel_start();
     }
     gemm.multiply_all();
   }
@@ -348,8 +348,8 @@ cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, v
                                 SM90_MOE_SHARED_BYTES);
   if (status != cudaSuccess) return status;
   auto const ctas = static_cast<unsigned>(std::min(processors, SM90_MOE_MAX_CTAS));
-  return launch_dependent(sm90_moe_gemm<Product>, ctas, SM90_MOE_THREADS, SM90_MOE_SHARED_BYTES,
-                          stream, maps, g);
+  return launch_behind(sm90_moe_gemm<Product>, ctas, SM90_MOE_THREADS, SM90_MOE_SHARED_BYTES,
+                       stream, maps, g);
 }
 
 }  // namespace m3::kernels

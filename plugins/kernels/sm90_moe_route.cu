@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "kernels/dependent_launch.h"
 #include "kernels/numeric.cuh"
+#include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_moe_stages.h"
 #include "kernels/sm90_ptx.cuh"
 
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(256, 2)
   int const warp = threadIdx.x / 32;
   int const expert0 = (blockIdx.z * (blockDim.x / 32) + warp) * WARP_EXPERTS;
   int64_t const token0 = int64_t{blockIdx.x} * TILES * 8;
-  ptx::allow_next_kernel();
+  let_next_kernel_start();
   if (expert0 >= p.experts) return;
   int64_t const begin = blockIdx.y * split_depth;
   int64_t const end = min(begin + split_depth, p.hidden);
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(SELECT_THREADS)
   extern __shared__ float dynamic[];
   float* probabilities = dynamic;                                          // [count, experts]
   auto* ranks = reinterpret_cast<uint32_t*>(dynamic + count * p.experts);  // [count, experts]
-  ptx::wait_for_previous_kernel();
-  ptx::allow_next_kernel();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   int64_t const first = int64_t{blockIdx.x} * count;
   int64_t const size = p.tokens * p.experts;  // of one part
   int64_t const base = first * p.experts;
@@ -197,8 +197,8 @@ __device__ int block_scan(int value, int* warp_sums, int& before) {
 __global__ void __launch_bounds__(PERMUTE_THREADS)
     sm90_moe_permute(MoeParams p, Sm90MoeWorkspace ws) {
   __shared__ int warp_sums[PERMUTE_THREADS / 32];
-  ptx::wait_for_previous_kernel();
-  ptx::allow_next_kernel();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   int const expert = blockIdx.x;
   int const threads = static_cast<int>(blockDim.x);
   int const slots = p.top_k + 1;
@@ -265,13 +265,13 @@ cudaError_t launch_sm90_moe_route(MoeParams const& p, Sm90MoeWorkspace const& ws
   int const count = p.tokens <= SM90_ROUTER_TOKENS ? 1 : SELECT_THREADS / 32;
   auto const blocks = static_cast<unsigned>(ceil_div(p.tokens, count));
   size_t const bytes = static_cast<size_t>(count) * p.experts * 8;
-  status = launch_dependent(sm90_moe_select, blocks, SELECT_THREADS, bytes, stream, p, ws,
-                            sm90_router_splits(p.tokens, p.hidden), count);
+  status = launch_behind(sm90_moe_select, blocks, SELECT_THREADS, bytes, stream, p, ws,
+                         sm90_router_splits(p.tokens, p.hidden), count);
   if (status != cudaSuccess) return status;
   auto const threads = static_cast<unsigned>(
       std::clamp<int64_t>(ceil_div(p.tokens * p.top_k, 32) * 32, 64, PERMUTE_THREADS));
-  return launch_dependent(sm90_moe_permute, static_cast<unsigned>(p.experts + 1), threads, 0,
-                          stream, p, ws);
+  return launch_behind(sm90_moe_permute, static_cast<unsigned>(p.experts + 1), threads, 0, stream,
+                       p, ws);
 }
 
 }  // namespace m3::kernels

@@ -79,15 +79,6 @@ __device__ void registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Programmatic dependent launch: all results of the kernels before are visible after the wait; the
-// next kernel may start once every block has allowed it.
-__device__ inline void wait_for_previous_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ inline void allow_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // Transposes an 8 x 8 matrix of 16-bit values held by a warp: lane l has row l / 4, columns
 // 2 (l % 4) and the next.
 __device__ inline uint32_t transpose_8x8(uint32_t x) {
