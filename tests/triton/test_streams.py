@@ -27,3 +27,13 @@ def test_a_stream_lives_until_the_first_one_after_its_time() -> None:
     assert len(alive) == 3
     ended.keep(Stream())
     assert len(alive) == 0
+
+
+def test_close_drops_all() -> None:
+    ended, stream = EndedStreams(seconds=0.05), Stream()
+    alive = weakref.WeakSet([stream])
+    ended.keep(stream)
+    del stream
+    ended.close()
+    ended.close()
+    assert len(alive) == 0

@@ -93,6 +93,11 @@ def stream(model: str, arrays: Arrays, outputs: list[str], request_id: str) -> I
         _ENDED.keep(responses)
 
 
+def drop_streams() -> None:
+    """Free what `stream` keeps, before the process ends: afterwards it would crash."""
+    _ENDED.close()
+
+
 def _request(model: str, arrays: Arrays, outputs: list[str], request_id: str) -> Any:
     return pb_utils.InferenceRequest(
         model_name=model,

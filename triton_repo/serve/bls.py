@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 from m3trt.preprocess.detokenizer import Detokenizer
-from m3trt.serve.backend import Arrays, CallError, call, error_response, response_of, stream
+from m3trt.serve.backend import (
+    Arrays,
+    CallError,
+    call,
+    drop_streams,
+    error_response,
+    response_of,
+    stream,
+)
 from m3trt.serve.errors import RequestFailure, failure_of
 from m3trt.serve.inflight import InflightCount
 from m3trt.serve.prompts import refuse_unsupported
@@ -89,6 +97,7 @@ class BlsService:
         self._pool.shutdown()
         self._closed.set()
         self._watcher.join()
+        drop_streams()
 
     def _run(self, job: Job) -> None:
         try:

@@ -28,3 +28,10 @@ class EndedStreams:
             while self._kept and now - self._kept[0][0] > self._seconds:
                 old.append(self._kept.popleft())
             self._kept.append((now, stream))
+
+    def close(self) -> None:
+        """Drop all, when Triton has had the time to forget the last one."""
+        with self._lock:
+            if self._kept:
+                time.sleep(self._seconds / 4)
+            self._kept.clear()
