@@ -21,11 +21,18 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, with `-dirty` if files differ from it; `M3_COMMIT` names that of
-    a copy without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=False)
-    return result.stdout.strip() or os.environ.get("M3_COMMIT", "unknown")
+    """The commit that is measured, with `-dirty` if files other than the records differ from it;
+    `M3_COMMIT` names that of a copy without git."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS, check=False)
+
+    found = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+    if not found:
+        return os.environ.get("M3_COMMIT", "unknown")
+    changed = git("diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)bench/results").returncode
+    return f"{found}-dirty" if changed else found
 
 
 def gpu() -> dict[str, str]:
