@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ START_OF_IMAGE = "]<]start of image[>["
 END_OF_IMAGE = "]<]end of image[>["
 
 MAX_IMAGES = 64
+MAX_DECODING = 4
+"""Pictures of all requests that are in memory at their full size."""
 
 ImageSource = bytes | str | npt.NDArray[np.uint8]
 """An encoded picture, its URL, or raw pixels uint8 [height, width, channels]."""
@@ -73,6 +76,7 @@ class Preprocessor:
         self._image_processor = image_processor
         self._fetcher = fetcher or Fetcher()
         self._max_image_tokens = max_image_tokens
+        self._decoding = threading.Semaphore(MAX_DECODING)
         for content, expected in (
             (IMAGE_TOKEN, config.image_token_id),
             (VIDEO_TOKEN, config.video_token_id),
@@ -191,11 +195,15 @@ class Preprocessor:
         return expanded
 
     def _load_images(self, processor: ImageProcessor, sources: Sequence[ImageSource]) -> ImageBatch:
-        """One picture after the other, so that only one is in memory at its full size."""
+        """One picture after the other, so that few are in memory at their full size."""
         resized, tokens, deadline = [], 0, self._fetcher.deadline()
         for index, source in enumerate(sources):
             try:
-                image = processor.resize(self._load_image(source, deadline))
+                content = (
+                    self._fetcher.fetch(source, deadline) if isinstance(source, str) else source
+                )
+                with self._decoding:
+                    image = processor.resize(_picture(content))
             except PreprocessError as error:
                 raise PreprocessError(f"image {index + 1}: {error}") from error
             tokens += processor.num_tokens(image)
@@ -208,12 +216,9 @@ class Preprocessor:
             resized.append(image)
         return processor.patchify(resized)
 
-    def _load_image(self, source: ImageSource, deadline: float) -> Image.Image:
-        if isinstance(source, np.ndarray):
-            return image_from_pixels(source)
-        if isinstance(source, str):
-            source = self._fetcher.fetch(source, deadline)
-        return decode_image(source)
+
+def _picture(content: bytes | npt.NDArray[np.uint8]) -> Image.Image:
+    return decode_image(content) if isinstance(content, bytes) else image_from_pixels(content)
 
 
 def _decode(text: str | bytes) -> str:

@@ -28,10 +28,8 @@ def float32_server(
     make_engine: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Any]:
-    """Two processes prepare its prompts."""
     folder = tmp_path_factory.mktemp("float32")
-    count = "preprocessing_instance_count=2"
-    server = start_server(make_engine("float32"), folder, "--set", count)
+    server = start_server(make_engine("float32"), folder)
     yield server
     assert server.stop(signal.SIGTERM) == 0
     assert server.leftovers() == []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ def victim(
 ) -> Iterator[Any]:
     """A server of its own to kill; the last thing it has to do is to stop cleanly. It sends no
     health request that would count as one in flight."""
-    server = start_server(engine_dir, tmp_path_factory.mktemp("victim"), "--probe_period", "600")
+    flags = ["--probe_period", "600", "--set", "allowed_media_hosts=127.0.0.1"]
+    server = start_server(engine_dir, tmp_path_factory.mktemp("victim"), *flags)
     yield server
     assert server.stop(signal.SIGTERM) == 0
     assert server.leftovers() == []
@@ -44,7 +47,11 @@ class Load:
     def __enter__(self) -> Load:
         for thread in self._threads:
             thread.start()
-        self.wait_for_answers(4)
+        try:
+            self.wait_for_answers(4)
+        except BaseException:
+            self._stop.set()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,13 +102,50 @@ def test_a_killed_model_process_under_load(victim: Any, model: str) -> None:
     assert victim.process.poll() is None
 
 
+@pytest.fixture
+def slow_pictures() -> Iterator[str]:
+    """URL of a picture that does not come before the end of the test."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/picture.png"
+
+
+def test_pictures_that_do_not_come(victim: Any, slow_pictures: str) -> None:
+    """They hold up nobody else; when their process dies, nobody waits for ever."""
+    models = ("ensemble", "tensorrt_llm_bls")
+    expected = victim.generate().text
+
+    def ask(model: str) -> str:
+        try:
+            return str(victim.generate(model, image_url_input=slow_pictures).error)
+        except OSError as error:
+            return repr(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, model) for model in models * 4]
+        time.sleep(0.5)
+        assert [victim.generate(model, timeout=20).text for model in models] == [expected] * 2
+        assert not any(future.done() for future in asking)
+        os.kill(victim.model_pid("preprocessing"), signal.SIGKILL)
+        assert all(future.result(timeout=20) for future in asking)
+    wait_for_answer(victim)
+
+
+def wait_for_answer(server: Any) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            if "text_output" in server.generate().body:
+                return
+        except OSError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 def test_an_idle_model_process_is_reloaded_without_a_restart(victim: Any) -> None:
     server, old = victim.server_pid(), victim.model_pid("tensorrt_llm")
     os.kill(old, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while "text_output" not in (reply := victim.generate()).body:
-        assert time.monotonic() < deadline, reply
-        time.sleep(0.2)
+    wait_for_answer(victim)
     assert victim.model_pid("tensorrt_llm") != old
     assert victim.server_pid() == server
 

@@ -13,7 +13,7 @@ from m3trt.build.engine_dir import EngineDir
 from m3trt.serve.check import check_repository
 from m3trt.serve.pbtxt import Enum, PbtxtError, parse, write
 from m3trt.serve.repository import main as repository_main
-from m3trt.serve.repository import process_names, write_repository
+from m3trt.serve.repository import write_repository
 from m3trt.serve.table import TABLE, RepositoryError, load_table, routes
 
 pytestmark = pytest.mark.smoke
@@ -63,7 +63,7 @@ def test_a_text_model_has_no_encoder(
     text_only = dataclasses.replace(engine, config=dataclasses.replace(engine.config, vision=None))
     monkeypatch.setattr(EngineDir, "load", lambda path: text_only)
     table = write_repository(engine_dir, tmp_path)
-    assert "multimodal_encoders" not in process_names(table)
+    assert "multimodal_encoders" not in [model.name for model in table.models]
     assert not any("image" in name for name in ports(tmp_path, "ensemble", "input"))
     for features in (frozenset(), VISION):
         outputs = set(routes("preprocessing", features)[1])

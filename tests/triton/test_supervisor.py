@@ -10,10 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from m3trt.serve import server as server_module
 from m3trt.serve import supervisor as module
 from m3trt.serve.api import ApiError
 from m3trt.serve.binary import ServeError
 from m3trt.serve.inflight import InflightCount
+from m3trt.serve.ports import Ports
+from m3trt.serve.server import ServerOptions, TritonServer
 from m3trt.serve.supervisor import Interrupted, Supervisor
 
 pytestmark = pytest.mark.smoke
@@ -127,6 +130,18 @@ def test_a_dead_model_is_reloaded_unless_clients_would_wait_for_ever(
     dead = set_(missing=["tensorrt_llm"])
     assert watched(dead) == ["reload tensorrt_llm"]
     assert watched(dead, stuck="tensorrt_llm") == RESTART
+
+
+def test_a_process_that_died_before_it_was_looked_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ServerOptions(tmp_path, tmp_path, "127.0.0.1", Ports(1, 2, 3), 1.0)
+    server = TritonServer(options)
+    monkeypatch.setattr(server_module, "model_processes", lambda group, path: {1: "a"})
+    monkeypatch.setattr(server_module, "is_member", lambda pid, group: True)
+    server.find_processes()
+    assert server.missing_models(["a"]) == []
+    assert server.missing_models(["a", "b"]) == ["b"]
 
 
 def test_a_model_that_does_not_load_again(watched: Callable[..., list[str]]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_GAVE_UP = 3
+CLIENT_GRACE_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServeError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:  # before there was anything to stop
+        return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -101,8 +104,8 @@ def _new_run_dir(given: Path | None) -> Path:
 
 
 def _write_models(arguments: argparse.Namespace, repository: Path, state_dir: Path) -> list[str]:
-    """Write the repository; returns its models' names, once per process that they have."""
-    from m3trt.serve.repository import process_names, write_repository
+    """Write the repository; returns the names of its models, each of which has one process."""
+    from m3trt.serve.repository import write_repository
     from m3trt.serve.table import parse_settings
 
     settings = {
@@ -110,13 +113,15 @@ def _write_models(arguments: argparse.Namespace, repository: Path, state_dir: Pa
         "state_dir": str(state_dir),
         **parse_settings(arguments.set),
     }
-    return process_names(write_repository(arguments.engine_dir, repository, settings))
+    table = write_repository(arguments.engine_dir, repository, settings)
+    return [model.name for model in table.models]
 
 
 def _stop_on_signals() -> threading.Event:
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, lambda *_: stop.set())
     return stop
 
 
@@ -163,9 +168,17 @@ def _watch(
         try:
             supervisor.watch(until=lambda: client.poll() is not None)
         finally:
-            if client.poll() is None:
-                client.terminate()
+            _end(client)
     return 0 if stop.is_set() else client.returncode
+
+
+def _end(client: subprocess.Popen[bytes]) -> None:
+    if client.poll() is None:
+        client.terminate()
+        try:
+            client.wait(CLIENT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            client.kill()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,6 +41,11 @@ def inputs_of(request: Any) -> Arrays:
     return {tensor.name(): tensor.as_numpy()[0] for tensor in request.inputs()}
 
 
+def copied_inputs_of(request: Any) -> Arrays:
+    """The same, for work that goes on when `execute` has returned."""
+    return {name: array.copy() for name, array in inputs_of(request).items()}
+
+
 def tensors_of(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Any]:
     """Tensors of batch size one."""
     return [pb_utils.Tensor(name, array[np.newaxis]) for name, array in arrays.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,9 +105,8 @@ def _bad_words(arrays: Arrays) -> tuple[tuple[int, ...], ...]:
     if table is None:
         return ()
     ends = [end for end in table[1].tolist() if end >= 0]
-    starts = [0, *ends[:-1]]
     ids = table[0].tolist()
-    return tuple(tuple(ids[start:end]) for start, end in zip(starts, ends, strict=True))
+    return tuple(tuple(ids[start:end]) for start, end in itertools.pairwise([0, *ends]))
 
 
 def _bias(arrays: Arrays) -> tuple[tuple[int, float], ...]:

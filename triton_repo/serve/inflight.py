@@ -1,7 +1,7 @@
 """How many requests a model process has in flight, readable after the process was killed.
 
-Triton 2.51 never answers requests that a killed decoupled model held. The supervisor reads this
-count to know whether clients wait for nothing.
+Triton 2.51 never answers requests that a killed process held beyond `execute`. The supervisor
+reads this count to know whether clients wait for nothing.
 """
 
 from __future__ import annotations

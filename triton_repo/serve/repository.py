@@ -67,11 +67,6 @@ def write_repository(
     return table
 
 
-def process_names(table: Table) -> list[str]:
-    """Names of the models that have processes, once per process."""
-    return [model.name for model in table.models for _ in range(model.instance_count)]
-
-
 def model_config(model: Model, table: Table) -> dict[str, Any]:
     """The `config.pbtxt` of a Python model, as a message."""
     if model.pipeline:
@@ -98,7 +93,7 @@ def model_config(model: Model, table: Table) -> dict[str, Any]:
         "max_batch_size": 1,
         "input": inputs,
         "output": outputs,
-        "instance_group": {"count": model.instance_count, "kind": Enum("KIND_CPU")},
+        "instance_group": {"count": 1, "kind": Enum("KIND_CPU")},
         "parameters": [
             {"key": key, "value": {"string_value": _text(value)}}
             for key, value in parameters.items()

@@ -7,7 +7,6 @@ import os
 import secrets
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,12 +148,12 @@ class TritonServer:
         self._models = model_processes(self.pid, self.options.repository)
 
     def missing_models(self, expected: Sequence[str]) -> list[str]:
-        """Models of `expected` without a living process; name them once per process."""
-        if all(is_member(pid, self.pid) for pid in self._models):
+        """Models of `expected` without a living process."""
+        complete = len(self._models) == len(expected)
+        if complete and all(is_member(pid, self.pid) for pid in self._models):
             return []
         self.find_processes()
-        found = Counter(self._models.values())
-        return sorted({name for name in expected if found[name] < expected.count(name)})
+        return sorted(set(expected) - set(self._models.values()))
 
     def reload(self, model: str, timeout_s: float) -> None:
         """Start a new process for `model` in the running server.

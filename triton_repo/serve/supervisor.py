@@ -47,8 +47,8 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            processes: names of the models that have processes, once per process.
-            state_dir: where decoupled models count their requests in flight.
+            processes: names of the models that have processes.
+            state_dir: where models that answer later count their requests in flight.
         """
         self.server = TritonServer(options)
         self._processes = list(processes)
@@ -146,8 +146,8 @@ class Supervisor:
             self._restart(f"a health request failed: {error}")
 
     def _replace(self, models: list[str]) -> None:
-        """Reload models whose processes died. Requests that a decoupled one held would never be
-        answered by this server; then it is restarted, which closes their connections."""
+        """Reload models whose processes died. Requests that one held beyond `execute` would never
+        be answered by this server; then it is restarted, which closes their connections."""
         stuck = sum(read_count(self._state_dir / model) for model in models)
         if stuck:
             self._restart(f"process of {models} died with {stuck} requests in flight")

@@ -44,7 +44,6 @@ class Model:
 
     name: str
     parameters: Mapping[str, Scalar]
-    instance_count: int = 1
     decoupled: bool = False
     pipeline: bool = False
 
@@ -169,7 +168,7 @@ def _tensor(row: dict[str, Any]) -> Tensor:
 
 def _model(name: str, row: dict[str, Any]) -> Model:
     row = {key: value for key, value in row.items() if key != "needs"}
-    _keys(f"model {name!r}", row, {"parameters"}, {"instance_count", "decoupled", "pipeline"})
+    _keys(f"model {name!r}", row, {"parameters"}, {"decoupled", "pipeline"})
     return Model(name, **row)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from m3trt.preprocess.detokenizer import Detokenizer
 from m3trt.preprocess.tokenizer import Tokenizer
-from m3trt.serve.backend import inputs_of, parameters_of, state_file
+from m3trt.serve.backend import copied_inputs_of, parameters_of, state_file
 from m3trt.serve.bls import BlsService
 from m3trt.serve.inflight import InflightCount
 
@@ -27,8 +27,7 @@ class TritonPythonModel:
 
     def execute(self, requests):
         for request in requests:
-            arrays = {name: array.copy() for name, array in inputs_of(request).items()}
-            self._service.submit(request, arrays)
+            self._service.submit(request, copied_inputs_of(request))
 
     def finalize(self):
         self._service.close()
