@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from m3trt.serve.api import ServerApi
 from m3trt.serve.demo import draw_picture, encode_png
 
 pytestmark = pytest.mark.full
@@ -172,6 +173,12 @@ def test_bodies_that_need_a_deep_stack(server: Any) -> None:
             urllib.request.urlopen(urllib.request.Request(url, body), timeout=30)
         assert caught.value.code == 400
     assert server.server_pid() == pid
+
+
+def test_a_server_with_another_key_is_not_ours(server: Any) -> None:
+    host, port = server.info["http"].split(":")
+    assert ServerApi(host, int(port), 0, server.info["admin_key"]).ready()
+    assert not ServerApi(host, int(port), 0, "another").ready()
 
 
 def test_administration_needs_the_key(server: Any) -> None:

@@ -37,9 +37,13 @@ class ServerApi:
     admin_key: str
 
     def ready(self) -> bool:
-        """Whether server and models say that they are ready. A dead model process stays so."""
+        """Whether server and models say that they are ready. A dead model process stays so.
+
+        False for another server that took the port at the same time: it does not know our key.
+        """
         try:
             self._call("GET", "/v2/health/ready", timeout_s=2.0)
+            self._call("POST", "/v2/repository/index", timeout_s=2.0, body={})
         except ApiError:
             return False
         return True
