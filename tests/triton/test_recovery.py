@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -158,6 +159,8 @@ def test_a_killed_server_under_load(victim: Any) -> None:
         load.wait_for_answers(8, since=time.monotonic())
     assert load.errors
     assert victim.server_pid() != old
+    state = json.loads((victim.run_dir / "server.json").read_text())
+    assert int(state["pid"]) == victim.server_pid()
     assert not any(Path(f"/proc/{pid}").exists() for pid in [old, *stubs])
 
 

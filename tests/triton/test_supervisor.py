@@ -48,6 +48,9 @@ class FakeServer:
     def tail(self) -> str:
         return ""
 
+    def write_state(self) -> None:
+        pass
+
     def find_processes(self) -> None:
         self.missing = []
 

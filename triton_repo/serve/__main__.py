@@ -6,7 +6,6 @@ python -m m3trt.serve --engine_dir ENGINE [--http_port 8000 --grpc_port 8001 --m
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -59,7 +58,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     supervisor = Supervisor(options, processes, state_dir, stop, arguments.probe_period)
     try:
         supervisor.start()
-        addresses = _announce(options, supervisor.server.pid)
+        addresses = _announce(options)
         try:
             return _watch(supervisor, stop, arguments.run, addresses)
         except ServeError as error:
@@ -125,31 +124,17 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-def _announce(options: ServerOptions, pid: int) -> dict[str, str]:
-    """Say where the server is, on stdout and in `server.json`; returns addresses by variable."""
-    host = options.api.host
-    host = f"[{host}]" if ":" in host else host
-    ports = options.ports
+def _announce(options: ServerOptions) -> dict[str, str]:
+    """Say on stdout where the server is; returns addresses by variable."""
+    at = options.addresses
     print(
-        f"ready: HTTP http://{host}:{ports.http}, gRPC {host}:{ports.grpc},"
-        f" metrics http://{host}:{ports.metrics}/metrics\n"
+        f"ready: HTTP http://{at['http']}, gRPC {at['grpc']}, metrics http://{at['metrics']}/metrics\n"
         f"model repository, log and server.json: {options.run_dir}",
         flush=True,
     )
-    state = {
-        "pid": str(pid),
-        "supervisor": str(os.getpid()),
-        "http": f"{host}:{ports.http}",
-        "grpc": f"{host}:{ports.grpc}",
-        "metrics": f"{host}:{ports.metrics}",
-        "admin_key": options.admin_key,
-    }
-    file = options.run_dir / "server.json"
-    file.touch(mode=0o600)
-    file.write_text(json.dumps(state, indent=2) + "\n")
     return {
-        "M3TRT_HTTP": state["http"],
-        "M3TRT_GRPC": state["grpc"],
+        "M3TRT_HTTP": at["http"],
+        "M3TRT_GRPC": at["grpc"],
         "M3TRT_RUN_DIR": str(options.run_dir),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -67,6 +68,13 @@ class ServerOptions:
     @property
     def log(self) -> Path:
         return self.run_dir / "tritonserver.log"
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """`host:port` by which clients on this machine reach each service."""
+        host = f"[{self.api.host}]" if ":" in self.api.host else self.api.host
+        ports = {"http": self.ports.http, "grpc": self.ports.grpc, "metrics": self.ports.metrics}
+        return {service: f"{host}:{port}" for service, port in ports.items()}
 
     @property
     def api(self) -> ServerApi:
@@ -146,6 +154,20 @@ class TritonServer:
     def find_processes(self) -> None:
         """Look up the model processes that `missing_models` is to watch."""
         self._models = model_processes(self.pid, self.options.repository)
+
+    def write_state(self) -> None:
+        """Write `server.json` in the run directory: who serves where, for this user's eyes only."""
+        state = {
+            "pid": str(self.pid),
+            "supervisor": str(os.getpid()),
+            **self.options.addresses,
+            "admin_key": self.options.admin_key,
+        }
+        file = self.options.run_dir / "server.json"
+        new = file.with_suffix(".new")
+        new.touch(mode=0o600)
+        new.write_text(json.dumps(state, indent=2) + "\n")
+        new.replace(file)
 
     def missing_models(self, expected: Sequence[str]) -> list[str]:
         """Models of `expected` without a living process."""

@@ -81,6 +81,7 @@ class Supervisor:
             raise ServeError(f"the first request failed: {error}{self.server.tail()}")
         self._started = time.monotonic()
         self.server.find_processes()
+        self.server.write_state()
         self._schedule_probe()
 
     def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
