@@ -107,7 +107,8 @@ class Supervisor:
                 return
 
     def close(self) -> None:
-        """Stop the server and clean up."""
+        """Stop the server and clean up; takes some seconds."""
+        logger.info("stopping")
         self.server.stop()
         self._calls.shutdown(wait=False, cancel_futures=True)
 
