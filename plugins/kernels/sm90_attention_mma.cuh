@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels/sm90_ptx.cuh"
+
 // What an attention kernel needs of sm_90a: wgmma on 128-byte-swizzled tiles, TMA, mbarriers.
 namespace m3::kernels::sm90 {
 
@@ -71,25 +73,10 @@ __device__ inline void multiply_columns(float (&d)[64], uint32_t const* a, uint6
 #undef M3_D_ALL
 #undef M3_D_NAMES
 
-__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals)
-               : "memory");
-}
-__device__ inline void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
-__device__ inline void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
+using ptx::barrier_arrive;
+using ptx::barrier_expect;
+using ptx::barrier_init;
+using ptx::barrier_wait;
 
 __device__ inline void load_tile(uint32_t to, CUtensorMap const* map, uint32_t barrier, int x,
                                  int y, int z) {

@@ -331,11 +331,15 @@ cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, v
   g.limit = p.swiglu_limit;
 
   MoeWeightMaps maps{};
-  int64_t const part_rows = int64_t{g.experts_per_part} * g.weight_rows;
-  cudaError_t status =
-      encode_tensor_map(maps.part[kMaxExpertParts], shared, g.weight_rows, g.depth, BOX_ROWS);
+  auto const encode = [&g](CUtensorMap& map, void const* data, int experts) {
+    cuuint64_t const dims[] = {static_cast<cuuint64_t>(g.depth),
+                               static_cast<cuuint64_t>(experts) * g.weight_rows};
+    cuuint32_t const box[] = {64, BOX_ROWS};
+    return encode_tensor_map(map, data, 2, dims, box);
+  };
+  cudaError_t status = encode(maps.part[kMaxExpertParts], shared, 1);
   for (int i = 0; i < p.parts && status == cudaSuccess; ++i) {
-    status = encode_tensor_map(maps.part[i], parts[i], part_rows, g.depth, BOX_ROWS);
+    status = encode(maps.part[i], parts[i], g.experts_per_part);
   }
   if (status != cudaSuccess) return status;
 

@@ -4,6 +4,7 @@
 #include "kernels/mma_sync.cuh"
 #include "kernels/paged_prefill_tiles.cuh"
 #include "kernels/sm90_attention_mma.cuh"
+#include "kernels/tensor_map.h"
 
 namespace m3::kernels {
 namespace {
@@ -345,31 +346,6 @@ __global__ void __launch_bounds__(THREADS, 1)
 #endif
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, cuuint64_t const*,
-                            cuuint64_t const*, cuuint32_t const*, cuuint32_t const*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-// Tiles of 64 channels of a bf16 tensor, `rank` dims from the innermost on, all contiguous.
-cudaError_t encode(CUtensorMap& map, void const* data, int rank, cuuint64_t const* dims,
-                   cuuint32_t const* box) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  cudaError_t const status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                              12000, cudaEnableDefault, &found);
-  if (status != cudaSuccess) return status;
-  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  cuuint64_t strides[4];
-  cuuint64_t stride = 2;
-  for (int i = 0; i + 1 < rank; ++i) strides[i] = stride *= dims[i];
-  cuuint32_t const steps[] = {1, 1, 1, 1};
-  CUresult const result = reinterpret_cast<Encode>(function)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data), dims, strides, box,
-      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 }  // namespace
 
 bool has_sm90_paged_prefill(int32_t num_heads, int32_t num_kv_heads) {
@@ -393,12 +369,12 @@ cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
   cuuint64_t const q_dims[] = {kHeadSize, static_cast<cuuint64_t>(p.num_heads),
                                static_cast<cuuint64_t>(p.tokens.num_tokens)};
   cuuint32_t const q_box[] = {64, group, tile_tokens};
-  cudaError_t status = encode(q_map, p.q, 3, q_dims, q_box);
+  cudaError_t status = encode_tensor_map(q_map, p.q, 3, q_dims, q_box);
   if (status != cudaSuccess) return status;
   cuuint64_t const kv_dims[] = {kHeadSize, static_cast<cuuint64_t>(p.num_kv_heads), kBlockSize,
                                 2 * static_cast<cuuint64_t>(p.num_pages)};
   cuuint32_t const kv_box[] = {64, 1, KEYS, 1};
-  status = encode(kv_map, p.kv_cache, 4, kv_dims, kv_box);
+  status = encode_tensor_map(kv_map, p.kv_cache, 4, kv_dims, kv_box);
   if (status != cudaSuccess) return status;
   status = cudaFuncSetAttribute(prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 sizeof(PrefillShared));
