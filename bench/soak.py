@@ -4,8 +4,8 @@
 
 Starts the server itself. Text, streams, pictures, clients that hang up and wrong requests run at
 once; memory, files, processes and shared memory are sampled; at the end no page may be in use, and
-after Ctrl-C no process and no shared-memory file may exist. A page of the cache becomes memory when
-it is first used: build with a small `--max_seq_len`, so that all of them are early in the run.
+after SIGTERM no process and no shared-memory file may exist. A page of the cache becomes memory
+when first used: build with a small `--max_seq_len`, so that all of them are early in the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -80,14 +79,14 @@ class Server:
         return [line for line in found if float(line.rpartition(" ")[2])]
 
     def stop(self) -> list[str]:
-        """Ctrl-C; returns what went wrong: the exit code and everything that is left."""
+        """Ask it to end; returns what went wrong: the exit code and everything that is left."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.terminate()
         try:
             code = self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return ["Ctrl-C did not end the server within 60 s"]
+            return ["SIGTERM did not end the server within 60 s"]
         problems = [f"the server ended with {code}"] if code else []
         problems += [f"process {pid} is left" for pid in group_members(self.group)]
         return problems + [f"{path} is left" for path in self.shared_memory()]
