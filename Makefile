@@ -132,12 +132,12 @@ lint: .venv/test/.done ## ruff, mypy --strict, clang-format
 	@mkdir -p out/typing/m3trt && for p in convert build runtime preprocess bench; do \
 	  ln -sfn ../../../$$p out/typing/m3trt/$$p; done; ln -sfn ../../../triton_repo/serve out/typing/m3trt/serve
 	MYPYPATH=out/typing .venv/test/bin/mypy $(addprefix -p m3trt.,convert build runtime preprocess serve bench)
-	.venv/test/bin/clang-format --dry-run --Werror $$(git ls-files 'plugins/*.h' 'plugins/*.cpp' 'plugins/*.cu' 'plugins/*.cuh')
+	.venv/test/bin/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 
 format: .venv/test/.done ## Rewrite the sources in the project's style
 	.venv/test/bin/ruff check --fix .
 	.venv/test/bin/ruff format .
-	.venv/test/bin/clang-format -i $$(git ls-files 'plugins/*.h' 'plugins/*.cpp' 'plugins/*.cu' 'plugins/*.cuh')
+	.venv/test/bin/clang-format -i $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 
 clean: ## Remove what was built (not the environments)
 	rm -rf out

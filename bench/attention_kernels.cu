@@ -46,8 +46,8 @@ int m3_bench_decode(Step const* s, void const* q, void const* kv_cache, int32_t 
   return launch_paged_decode(p, workspace, stream);
 }
 
-int m3_bench_prefill(Step const* s, void const* q, void const* kv_cache, int32_t num_pages, void* out,
-                     int wgmma, cudaStream_t stream) {
+int m3_bench_prefill(Step const* s, void const* q, void const* kv_cache, int32_t num_pages,
+                     void* out, int wgmma, cudaStream_t stream) {
   PagedPrefillParams p{};
   p.tokens = packed(*s);
   p.q = q;
