@@ -12,9 +12,8 @@ import numpy as np
 from m3trt.build.engine_dir import EngineDir
 from m3trt.convert.configuration import M3Config
 from m3trt.preprocess.tokenizer import Tokenizer
-from m3trt.runtime.engine import EngineStats, InflightEngine
+from m3trt.runtime.engine import EngineStats, InflightEngine, engine_limits
 from m3trt.runtime.executors import create_executor
-from m3trt.runtime.request import EngineLimits
 from m3trt.serve.errors import failure_of
 from m3trt.serve.generation import ModelDefaults, failure_arrays, parse_request
 from m3trt.serve.inflight import InflightCount
@@ -29,17 +28,7 @@ def load_engine(engine: EngineDir, executor: str, max_queue_size: int) -> Inflig
     Raises:
         EngineDirError, WeightFileError, ConfigError: the directory does not fit this machine.
     """
-    config, build = engine.config, engine.build
-    limits = EngineLimits(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        dtype=_dtype(config),
-        tokens_per_block=config.tokens_per_block,
-        max_batch_size=build.max_batch_size,
-        max_num_tokens=build.max_num_tokens,
-        max_seq_len=build.max_seq_len,
-        max_prompt_rows=max(1, build.max_multimodal_len),
-    )
+    limits = engine_limits(engine.config, engine.build)
     tokenizer = Tokenizer.load(engine.path)
     return InflightEngine(
         create_executor(engine, executor), limits, tokenizer.token_bytes, max_queue_size
@@ -61,7 +50,9 @@ def model_defaults(engine: EngineDir, exclude_input_in_output: bool) -> ModelDef
 def _end_ids(directory: Path, default: int) -> tuple[int, ...]:
     path = directory / "generation_config.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    ids = found.get("eos_token_id", default)
+    ids = found.get("eos_token_id")
+    if ids is None:
+        return (default,)
     return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
