@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import onnx
-from m3trt.build.library import PLUGIN_LIBRARY, import_library
+from m3trt.build.library import PLUGIN_LIBRARY, import_library, load_plugins
 from onnx import TensorProto, helper
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _library() -> tuple[Any, Any, list[str]]:
 
     if not PLUGIN_LIBRARY.exists():
         raise FileNotFoundError(f"{PLUGIN_LIBRARY} is missing: run `make plugins`")
-    trt.get_plugin_registry().load_library(str(PLUGIN_LIBRARY))
+    load_plugins("tensorrt_rtx", PLUGIN_LIBRARY)
     return trt, Logger(), messages
 
 
