@@ -18,6 +18,8 @@ FLOPS = 703e12
 L2_BYTES = 60e6
 
 KERNELS = (
+    ("AllReduce", r"nccl\w*AllReduce"),
+    ("AllGather", r"nccl\w*AllGather|interleave_ranks"),
     ("PagedAttention", r"paged_attention|PagedDecode|PagedPrefill"),
     ("SparseAttention", r"sparse_attention"),
     ("BlockSelect", r"score_blocks|select_blocks|block_select"),
@@ -52,7 +54,7 @@ def graph_of(runs: Sequence[Callable[[], Any]], stream: Any) -> Any:
         for run in runs:
             run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for run in runs:
             run()
     return graph

@@ -38,6 +38,10 @@ def create_executor(
         from m3trt.runtime.reference.executor import ReferenceExecutor
 
         return ReferenceExecutor(engine, num_pages)
+    if engine.config.tp_size > 1:
+        from m3trt.runtime.tensorrt.tensor_parallel import TensorParallelExecutor
+
+        return TensorParallelExecutor(engine, name, num_pages)
     from m3trt.runtime.tensorrt.executor import TensorRTExecutor
 
     return TensorRTExecutor(engine, name, num_pages)

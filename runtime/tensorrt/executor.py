@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,19 @@ CACHE_SHARE = 0.9
 
 
 class TensorRTExecutor:
-    """Runs `rank0.engine` on the current GPU. The caches start as zeros.
+    """Runs one rank's engine on the current GPU. The caches start as zeros.
 
     Decode steps are padded to few batch sizes and run as CUDA graphs, steps with context eagerly.
 
     Args:
         library: "tensorrt" or "tensorrt_rtx", as the engine was built with.
         num_pages: pages of each cache; at most as many as the GPU's memory holds.
+        rank: which of the engine's ranks.
+        agree: makes of the pages that fit here those that all ranks take. From its return on every
+            rank must take part in every step, also in those that are captured here.
 
     Raises:
-        DeviceError: the engine has several ranks, or cannot be loaded, or no page fits.
+        DeviceError: the engine cannot be loaded, or no page fits.
         WeightFileError: the weights do not fit the engine.
     """
 
@@ -52,19 +56,16 @@ class TensorRTExecutor:
         library: str,
         num_pages: int,
         plugin_library: Path = PLUGIN_LIBRARY,
+        rank: int = 0,
+        agree: Callable[[int], int] = lambda pages: pages,
     ) -> None:
-        if engine.config.tp_size > 1:
-            raise DeviceError(
-                f"the engine has tp_size {engine.config.tp_size}, the GPU runtime of this version"
-                " runs 1: convert with --tp_size 1, or use --runtime reference"
-            )
         self._max_requests = engine.build.max_batch_size
         self._max_pages = engine.build.max_pages_per_sequence(engine.config)
-        self._engine = DeviceEngine(engine.engine(0), library, plugin_library)
-        self._engine.bind_weights(engine.weights(0))
+        self._engine = DeviceEngine(engine.engine(rank), library, plugin_library)
+        self._engine.bind_weights(engine.weights(rank))
         caches = {name: self._engine.inputs[name] for name in cache_names(engine.config)}
         page_bytes = sum(math.prod(shape[1:]) * dtype.itemsize for dtype, shape in caches.values())
-        self.num_pages = min(num_pages, _pages_that_fit(page_bytes))
+        self.num_pages = agree(min(num_pages, _pages_that_fit(page_bytes)))
         for name, (_, shape) in caches.items():
             self._engine.bind_zeros(name, (self.num_pages, *shape[1:]), tensors.updated(name))
         for name in self._engine.inputs.keys() & set(scale_names(engine.config)):

@@ -62,7 +62,7 @@ def engine(
             command = ["--model_dir", source, "--output_dir", str(middle), "--dtype", dtype]
             assert convert([*command, "--tp_size", str(tp_size)]) == 0
             command = ["--checkpoint_dir", str(middle), "--output_dir", str(target)]
-            command += ["--runtime", runtime, "--gather_context_logits", "--workers", "2"]
+            command += ["--runtime", runtime, "--gather_context_logits", "--workers", "3"]
             assert build(command) == 0
             made[key] = EngineDir.load(target)
         return made[key]
@@ -311,6 +311,7 @@ def poison(executor: Any) -> None:
         for name, array in program._bound.items():
             if "cache" in name:
                 array[...] = np.nan
+    executor = getattr(executor, "_rank0", executor)  # of a tensor-parallel group on GPUs
     if engine := getattr(executor, "_engine", None):
         for name, binding in engine._bound.items():
             if "cache" in name:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 from m3trt.runtime.tensorrt import memory
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
-from m3trt.runtime.tensorrt.executor import TensorRTExecutor, _pages_that_fit
+from m3trt.runtime.tensorrt.executor import _pages_that_fit
 from m3trt.runtime.tensorrt.step_context import Binding, DeviceError
 from m3trt.runtime.weights import WeightFileError
 from safetensors.numpy import save_file
@@ -106,12 +105,6 @@ def test_uploads_pass_through_two_buffers_and_report(monkeypatch, caplog, rng):
     uploader.finish()
     assert device.numpy().tobytes() == array.tobytes()
     assert "weights: 0.0 of 0.0 GB" in caplog.text
-
-
-def test_several_ranks_are_refused():
-    engine = types.SimpleNamespace(config=types.SimpleNamespace(tp_size=8))
-    with pytest.raises(DeviceError, match="tp_size 8, the GPU runtime of this version runs 1"):
-        TensorRTExecutor(engine, "tensorrt", 1)
 
 
 def test_caches_take_most_of_the_memory_that_is_left():
