@@ -12,6 +12,9 @@ from m3trt.runtime.tensorrt.memory import import_torch
 READ_BYTES = 4.69e12
 """Bytes a second that one H200 reads, measured."""
 
+COPY_BYTES = 4.2e12
+"""Bytes a second that it copies, read and written together, measured."""
+
 FLOPS = 703e12
 """bf16 matrix operations a second that it sustains, measured."""
 
@@ -24,6 +27,8 @@ KERNELS = (
     ("SparseAttention", r"sparse_attention"),
     ("BlockSelect", r"score_blocks|select_blocks|block_select"),
     ("CacheUpdate", r"cache_update"),
+    ("AddRmsNorm", r"add_rms_norm"),
+    ("Embedding", r"m3.*embedding_kernel"),
     ("MoE", r"moe|expert|router|swiglu_kernel|permute|GroupProblemShape|combine"),
     ("Gemm", r"nvjet|gemm|gemv|cublas|splitK|cutlass"),
 )

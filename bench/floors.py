@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from m3trt.bench.device_time import FLOPS, READ_BYTES
+from m3trt.bench.device_time import COPY_BYTES, FLOPS, READ_BYTES
 from m3trt.convert.configuration import M3Config
 from m3trt.convert.layout import rank_tensors
 
@@ -42,7 +42,11 @@ def step_floors(config: M3Config, requests: int, context: int, new: int) -> dict
     pairs = 4 * heads * config.head_size  # operations a query and key: QK and PV
     scores = 2 * config.local_num_key_value_heads * sparse.index_head_size
     read = requests * (length if new > 1 else min(length, sparse.top_k * sparse.block_size))
+    row = config.hidden_size * item
     return {
+        "Embedding": 2 * tokens * row / COPY_BYTES,
+        # read and written: two rows each, but in the first norm and in the last, of few rows
+        "AddRmsNorm": (4 * (2 * config.num_hidden_layers - 1) + 2) * tokens * row / COPY_BYTES,
         "Gemm": max(gemm_bytes / READ_BYTES, gemm_flops / FLOPS),
         "MoE": max(moe_bytes / READ_BYTES, moe_flops / FLOPS),
         "PagedAttention": num_dense

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -47,13 +47,18 @@ class CStep(ctypes.Structure):
 
 
 def load(library: Path = LIBRARY) -> ctypes.CDLL:
-    """The library, compiled for this GPU when a source is newer.
+    """The attention kernels; see compile_library."""
+    return compile_library(library, SOURCES)
+
+
+def compile_library(library: Path, sources: Sequence[Path]) -> ctypes.CDLL:
+    """A library, compiled for this GPU when a source is newer.
 
     Raises:
         FileNotFoundError: it must be compiled and there is no nvcc.
         subprocess.CalledProcessError: nvcc failed.
     """
-    newest = max(path.stat().st_mtime for path in [*SOURCES, *KERNELS.glob("*.*h")])
+    newest = max(path.stat().st_mtime for path in [*sources, *KERNELS.glob("*.*h")])
     if not library.exists() or library.stat().st_mtime < newest:
         nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
         major, minor = torch.cuda.get_device_capability()
@@ -62,7 +67,7 @@ def load(library: Path = LIBRARY) -> ctypes.CDLL:
         subprocess.run(
             [nvcc, "-std=c++17", "-shared", "-Xcompiler=-fPIC", f"-I{ROOT / 'plugins'}"]
             + [f"-gencode=arch=compute_{name},code=sm_{name}", "--threads=0", "-o", str(library)]
-            + [str(source) for source in SOURCES],
+            + [str(source) for source in sources],
             check=True,
         )
     return ctypes.CDLL(str(library))

@@ -137,8 +137,9 @@ def run_collectives(member: Communicator, config: M3Config, stream: Any) -> list
     return results
 
 
-def run_group(group: Group) -> list[Any]:
-    """What rank 0 sent, after all ranks have ended well.
+def run_group(group: Group) -> list[list[Any]]:
+    """For each thing that the ranks send what each sent. No rank may wait for its reader: others
+    would wait for it in a step.
 
     Raises:
         RuntimeError: a rank failed.
@@ -152,20 +153,16 @@ def run_group(group: Group) -> list[Any]:
     for rank, end in zip(ranks, theirs, strict=True):
         rank.start()
         end.close()
-    several = group.config.tp_size > 1
-    answers: list[Any] = []
-    for connection in ours:
-        received = []
-        for _ in range(len(CASES) + several):
-            try:
-                received.append(connection.recv())
-            except EOFError:
-                for rank in ranks:
-                    rank.terminate()
-                raise RuntimeError("a rank failed, see its messages above") from None
-        answers = answers or received
-    for rank in ranks:
-        rank.join()
+    answers = []
+    try:
+        for _ in range(len(CASES) + (group.config.tp_size > 1)):
+            answers.append([connection.recv() for connection in ours])
+    except EOFError:
+        raise RuntimeError("a rank failed, see its messages above") from None
+    finally:
+        for rank in ranks:
+            rank.join(10.0)
+            rank.kill()
     return answers
 
 
@@ -193,7 +190,7 @@ def likeness(ours: Any, theirs: Any) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Append a record a case and collective; 1 if captured and eager steps differ."""
+    """Append a record a case and collective; 1 if captured and eager steps or ranks differ."""
     parser = argparse.ArgumentParser(
         prog="python -m m3trt.bench.tensor_parallel",
         description="Time steps of a slice on several GPUs, and its collectives.",
@@ -207,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = model("slice", args.model_config)
     block = whole.tokens_per_block
     pages = max(case.requests * -(-(case.context + case.new) // block) for case in CASES)
-    answers: dict[int, list[Any]] = {}
+    answers: dict[int, list[list[Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for size in (1, args.tp_size):
             config = replace(whole, tp_size=size)
@@ -232,22 +229,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             answers[size] = run_group(group)
     failed = False
     for index, case in enumerate(CASES):
-        alone = answers[1][index]["logits"]
+        alone = answers[1][index][0]["logits"]
         for size in answers:
-            config, result = replace(whole, tp_size=size), answers[size][index]
-            logits = result.pop("logits")
+            config, results = replace(whole, tp_size=size), answers[size][index]
+            logits, result = [one.pop("logits") for one in results], results[0]
             if size > 1:
-                result |= likeness(logits, alone)
+                result |= likeness(logits[0], alone)
+                result["ranks_agree"] = all(x.tobytes() == logits[0].tobytes() for x in logits)
             floors = step_floors(config, case.requests, case.context, case.new)
             result |= {"floor_seconds": sum(floors.values()), "floors": floors}
-            failed |= not result.get("same_bits", True)
+            failed |= not (result.get("same_bits", True) and result.get("ranks_agree", True))
             name = {"model": "slice", "layers": whole.num_hidden_layers, "tp_size": size}
             name |= {"dtype": whole.dtype, "step": case.name, "batch": case.requests}
             name |= {"context": case.context, "new": case.new, "shared_pages": False}
             append_record("slice", device | {"case": name, "runs": REPLAYS} | result, versions)
             print(json.dumps(name | {k: v for k, v in result.items() if k != "floors"}), flush=True)
-    for result in answers[args.tp_size][-1]:
-        record_collective(result, answers[args.tp_size][-1], args.tp_size, device, versions)
+    collectives = answers[args.tp_size][-1][0]
+    for result in collectives:
+        record_collective(result, collectives, args.tp_size, device, versions)
     return int(failed)
 
 

@@ -83,50 +83,29 @@ class _TextNetwork:
         return Cache(pages, self.graph.input(scale_name, TensorProto.FLOAT, [1]))
 
     def model(self) -> onnx.ModelProto:
-        x = self._embedding()
+        words = self.graph["transformer.vocab_embedding.weight"]
+        branch = ops.embedding(self.graph, "embedding", self.input_ids, words, self.prompt_table)
+        stream: Tensor | None = None
         for layer in range(self.config.num_hidden_layers):
-            x = self._decoder_layer(layer, x)
+            branch, stream = self._decoder_layer(layer, branch, stream)
         caches = [c.after_update().pages for c in self.kv_caches]
         caches += [c.after_update().pages for c in self.index_caches if c is not None]
-        return self.graph.model("minimax_m3_text", [self._logits(x), *caches])
+        return self.graph.model("minimax_m3_text", [self._logits(branch, stream), *caches])
 
-    def _embedding(self) -> Tensor:
-        """Ids from vocab_size on pick rows of the prompt table instead of the vocabulary."""
-        graph, ids, table = self.graph, self.input_ids, self.prompt_table
-        vocab = graph.constant(
-            "constants.vocab_size", np.array(self.config.vocab_size, dtype=np.int32)
-        )
-        zero = graph.constant("constants.zero", np.array(0, np.int32))
-        is_row = graph.node(
-            "GreaterOrEqual", "embedding.is_prompt_row", [ids, vocab], ids.shape, TensorProto.BOOL
-        )
-        shifted = graph.node("Sub", "embedding.prompt_row", [ids, vocab], ids.shape)
-        row = graph.node("Where", "embedding.row", [is_row, shifted, zero], ids.shape, ids.dtype)
-        word = graph.node("Where", "embedding.word", [is_row, zero, ids], ids.shape, ids.dtype)
-        words = graph["transformer.vocab_embedding.weight"]
-        shape = ("tokens", self.config.hidden_size)
-        from_words = graph.node("Gather", "embedding.words", [words, word], shape, axis=0)
-        from_table = graph.node("Gather", "embedding.prompt_rows", [table, row], shape, axis=0)
-        axis = graph.constant("constants.last_axis", np.array([-1], np.int64))
-        column = graph.node("Unsqueeze", "embedding.choice", [is_row, axis], ("tokens", 1))
-        return graph.node("Where", "embedding", [column, from_table, from_words], shape, self.dtype)
-
-    def _decoder_layer(self, layer: int, x: Tensor) -> Tensor:
-        config, graph, name = self.config, self.graph, f"layers.{layer}"
-        normed = self._norm(layer, "input_layernorm", x)
-        attended = ops.all_reduce(
-            graph,
-            f"{name}.attention.all_reduce",
-            self._attention(layer, normed),
-            config.tp_size,
-        )
-        x = graph.node("Add", f"{name}.attention.residual", [x, attended], x.shape)
-        normed = self._norm(layer, "post_layernorm", x)
+    def _decoder_layer(
+        self, layer: int, branch: Tensor, stream: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and returns the last MLP's output and the residual stream that it is yet to be
+        added to: each addition is part of the norm behind it."""
+        config, name = self.config, f"layers.{layer}"
+        normed, stream = self._norm(layer, "input_layernorm", branch, stream)
+        attended = self._all_reduce(f"{name}.attention", self._attention(layer, normed))
+        normed, stream = self._norm(layer, "post_layernorm", attended, stream)
         mlp = self._moe if config.moe_layers[layer] else self._dense_mlp
-        expanded = ops.all_reduce(
-            graph, f"{name}.mlp.all_reduce", mlp(layer, normed), config.tp_size
-        )
-        return graph.node("Add", f"{name}.mlp.residual", [x, expanded], x.shape)
+        return self._all_reduce(f"{name}.mlp", mlp(layer, normed)), stream
+
+    def _all_reduce(self, name: str, x: Tensor) -> Tensor:
+        return ops.all_reduce(self.graph, f"{name}.all_reduce", x, self.config.tp_size)
 
     def _attention(self, layer: int, x: Tensor) -> Tensor:
         config, graph, name = self.config, self.graph, f"layers.{layer}.attention"
@@ -205,22 +184,24 @@ class _TextNetwork:
             float(config.swiglu_limit),
         )
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, branch: Tensor, stream: Tensor | None) -> Tensor:
         config, graph = self.config, self.graph
-        shape = ("logit_rows", config.hidden_size)
-        rows = graph.node("Gather", "logit_hidden", [x, self.logit_rows], shape, axis=0)
         weight = graph["transformer.ln_f.weight"]
-        normed = patterns.rms_norm(graph, "ln_f", rows, weight, config.norm_epsilon)
+        normed, _ = ops.add_rms_norm(
+            graph, "ln_f", branch, stream, weight, config.norm_epsilon, self.logit_rows
+        )
         head = graph["lm_head.weight"]
         one_rank = config.tp_size == 1
         name = tensors.LOGITS if one_rank else "lm_head"
         local = ops.gemm(graph, name, normed, head, output_dtype="float32")
         return ops.all_gather(graph, tensors.LOGITS, local, config.tp_size)
 
-    def _norm(self, layer: int, name: str, x: Tensor) -> Tensor:
+    def _norm(
+        self, layer: int, name: str, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         weight = self._weight(layer, f"{name}.weight")
-        return patterns.rms_norm(
-            self.graph, f"layers.{layer}.{name}", x, weight, self.config.norm_epsilon
+        return ops.add_rms_norm(
+            self.graph, f"layers.{layer}.{name}", x, residual, weight, self.config.norm_epsilon
         )
 
     def _weight(self, layer: int, name: str) -> Tensor:

@@ -50,6 +50,59 @@ class Cache:
         )
 
 
+def embedding(
+    graph: GraphBuilder, name: str, ids: Tensor, words: Tensor, prompt_table: Tensor
+) -> Tensor:
+    """Rows of `words`; ids from its length on pick rows of `prompt_table` instead."""
+    vocab_size, hidden = words.shape
+    out = Tensor(name, words.dtype, (ids.shape[0], hidden))
+    graph.nodes(
+        "M3Embedding",
+        name,
+        [ids, words, prompt_table],
+        [out],
+        PLUGIN_DOMAIN,
+        vocab_size=vocab_size,
+    )
+    return out
+
+
+def add_rms_norm(
+    graph: GraphBuilder,
+    name: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The RMS norm of x + residual, and that sum: both in x's dtype, the norm of the rounded sum in
+    fp32 and rounded once. Without a residual the sum is x; `rows` picks rows for the norm, and then
+    nothing may read the sum.
+    """
+    shape = x.shape if rows is None else (rows.shape[0], *x.shape[1:])
+    normed, total = Tensor(name, x.dtype, shape), x
+    inputs, outputs = [x, weight], [normed]
+    if residual is not None:
+        inputs.insert(1, residual)
+    if rows is not None:
+        inputs.append(rows)
+    elif residual is not None:
+        total = Tensor(f"{name}.sum", x.dtype, x.shape)
+        outputs.append(total)
+    graph.nodes(
+        "M3AddRmsNorm",
+        name,
+        inputs,
+        outputs,
+        PLUGIN_DOMAIN,
+        has_residual=int(residual is not None),
+        has_rows=int(rows is not None),
+        epsilon=epsilon,
+    )
+    return normed, total
+
+
 def gemm(
     graph: GraphBuilder,
     name: str,

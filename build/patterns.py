@@ -17,22 +17,6 @@ def cast(graph: GraphBuilder, name: str, x: Tensor, dtype: int) -> Tensor:
     return graph.node("Cast", name, [x], x.shape, dtype, to=dtype)
 
 
-def rms_norm(graph: GraphBuilder, name: str, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight in fp32, rounded once to x's dtype."""
-    row = (*x.shape[:-1], 1)
-    axes = graph.constant("constants.last_axis", np.array([-1], np.int64))
-    eps = graph.number("constants.norm_epsilon", epsilon)
-    wide = cast(graph, f"{name}.float32", x, FLOAT)
-    square = graph.node("Mul", f"{name}.square", [wide, wide], x.shape)
-    mean = graph.node("ReduceMean", f"{name}.mean", [square, axes], row, keepdims=1)
-    variance = graph.node("Add", f"{name}.variance", [mean, eps], row)
-    deviation = graph.node("Sqrt", f"{name}.deviation", [variance], row)
-    inverse = graph.node("Reciprocal", f"{name}.inverse", [deviation], row)
-    unit = graph.node("Mul", f"{name}.unit", [wide, inverse], x.shape)
-    scaled = graph.node("Mul", f"{name}.scaled", [unit, weight], x.shape)
-    return cast(graph, f"{name}.output", scaled, x.dtype)
-
-
 def layer_norm(
     graph: GraphBuilder, name: str, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
 ) -> Tensor:

@@ -38,8 +38,8 @@ void CacheUpdatePlugin::check_attributes() const {
   M3_CHECK(a.num_heads % a.num_kv_heads == 0,
            "%s: attribute 'num_heads' is %d; it takes a multiple of num_kv_heads, %d", kName,
            a.num_heads, a.num_kv_heads);
-  M3_CHECK(a.rotary_dim % 8 == 0 && a.rotary_dim <= kHeadSize,
-           "%s: attribute 'rotary_dim' is %d; it takes a multiple of 8 up to %d", kName,
+  M3_CHECK(a.rotary_dim % 16 == 0 && a.rotary_dim <= kHeadSize,
+           "%s: attribute 'rotary_dim' is %d; it takes a multiple of 16 up to %d", kName,
            a.rotary_dim, kHeadSize);
 }
 

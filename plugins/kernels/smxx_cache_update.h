@@ -27,7 +27,7 @@ struct CacheUpdateParams {  // shapes: N tokens, P pages, B = 128, D = 128
   int32_t num_heads;          // Hq
   int32_t num_kv_heads;       // Hkv
   int32_t num_index_heads;    // Hi, 0 without an index branch
-  int32_t rotary_dim;         // a multiple of 8, at most D
+  int32_t rotary_dim;         // a multiple of 16, at most D
   float epsilon;
   Type type;  // fp32 or bf16
 };

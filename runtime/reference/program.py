@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 from m3trt.build.tensors import is_weight
+from m3trt.runtime.reference.add_rms_norm import M3AddRmsNorm
 from m3trt.runtime.reference.attention import (
     M3PagedAttention,
     M3SparseAttention,
@@ -17,6 +18,7 @@ from m3trt.runtime.reference.attention import (
 from m3trt.runtime.reference.block_select import M3BlockSelect
 from m3trt.runtime.reference.cache_update import M3CacheUpdate
 from m3trt.runtime.reference.collectives import Communicator, collective_ops
+from m3trt.runtime.reference.embedding import M3Embedding
 from m3trt.runtime.reference.gemm import M3Gemm
 from m3trt.runtime.reference.moe import M3MoE
 from m3trt.runtime.reference.numerics import Array
@@ -25,8 +27,10 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 OPS: list[type[OpRun]] = [
+    M3AddRmsNorm,
     M3BlockSelect,
     M3CacheUpdate,
+    M3Embedding,
     M3Gemm,
     M3MoE,
     M3PagedAttention,

@@ -110,9 +110,26 @@ def test_fp8_caches_come_with_scales_that_every_reader_takes_last(tiny):
 
 def test_layer_maps_choose_attention_and_mlp(tiny):
     model = build_text_network(tiny(), BuildConfig.for_model(tiny()), 0)
-    dense = ["M3Gemm", "M3CacheUpdate", "M3PagedAttention", "M3Gemm", "M3Gemm", "M3Gemm"]
-    sparse = ["M3Gemm", "M3CacheUpdate", "M3BlockSelect", "M3SparseAttention", "M3Gemm", "M3MoE"]
-    assert ops(model) == [*dense, *sparse, *sparse, "M3Gemm"]
+    norm, attend = "M3AddRmsNorm", ["M3BlockSelect", "M3SparseAttention"]
+    dense = [norm, "M3Gemm", "M3CacheUpdate", "M3PagedAttention", "M3Gemm"]
+    dense += [norm, "M3Gemm", "M3Gemm"]
+    sparse = [norm, "M3Gemm", "M3CacheUpdate", *attend, "M3Gemm", norm, "M3MoE"]
+    assert ops(model) == ["M3Embedding", *dense, *sparse, *sparse, norm, "M3Gemm"]
+
+
+def test_additions_and_norms_are_one_op(tiny):
+    """The first norm has nothing to add, the last one only the rows whose logits are asked for."""
+    model = build_text_network(tiny(), BuildConfig.for_model(tiny()), 0)
+    norms = [node for node in model.graph.node if node.op_type == "M3AddRmsNorm"]
+    assert len(norms) == 2 * tiny().num_hidden_layers + 1
+    streams = [node.input[1] for node in norms[1:]]
+    sums = [node.output[1] for node in norms[1:-1]]
+    assert streams == ["embedding", *sums], "each adds to the sum of the one before"
+    assert norms[0].input[0] == "embedding"
+    assert norms[-1].input[-1] == "logit_rows"
+    assert {len(node.output) for node in (norms[0], norms[-1])} == {1}
+    standard = {node.op_type for node in model.graph.node if node.domain == ""}
+    assert not standard & {"ReduceMean", "Gather"}
 
 
 def test_ranks_share_one_graph_and_reduce_twice_a_layer(tiny):

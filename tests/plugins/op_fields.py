@@ -5,6 +5,8 @@ from __future__ import annotations
 Value = int | float | str
 
 OPS: dict[str, dict[str, Value]] = {
+    "M3Embedding": {"vocab_size": 200064},
+    "M3AddRmsNorm": {"has_residual": 1, "has_rows": 0, "epsilon": 1e-6},
     "M3Gemm": {"has_bias": 1, "epilogue": "gelu_erf", "output_dtype": "same"},
     "M3CacheUpdate": {
         "num_heads": 8,
@@ -31,6 +33,9 @@ OPS: dict[str, dict[str, Value]] = {
 }
 
 REFUSED: list[tuple[str, str, Value]] = [
+    ("M3Embedding", "vocab_size", 0),
+    ("M3AddRmsNorm", "has_rows", 2),
+    ("M3AddRmsNorm", "epsilon", -1.0),
     ("M3Gemm", "has_bias", 2),
     ("M3Gemm", "has_bias", 0.5),
     ("M3Gemm", "epilogue", "gelu"),
