@@ -6,6 +6,7 @@ import importlib
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 UPLOAD_CHUNK = 64 << 20
 """Bytes of each of the two pinned buffers through which weights pass."""
+
+COPY_THREADS = 8
+"""Threads that fill one: a single one is slower than a disk, and asks it for one page at a time."""
 
 REPORT_SECONDS = 10.0
 
@@ -90,6 +94,7 @@ class Uploader:
     def __init__(self, total_bytes: int) -> None:
         torch = import_torch()
         self._buffers = [_pinned(UPLOAD_CHUNK) for _ in range(2)]
+        self._threads = ThreadPoolExecutor(COPY_THREADS, "m3-upload")
         self._free = [torch.cuda.Event() for _ in range(2)]
         self._next = 0
         self._total, self._done = total_bytes, 0
@@ -103,7 +108,7 @@ class Uploader:
             host, free = self._buffers[self._next], self._free[self._next]
             free.synchronize()
             length = piece.stop - piece.start
-            host.numpy()[:length] = source[piece]
+            self._copy(host.numpy()[:length], source[piece])
             target[piece].copy_(host[:length], non_blocking=True)
             free.record()
             self._next = 1 - self._next
@@ -114,6 +119,11 @@ class Uploader:
         """Wait for the last copies."""
         for free in self._free:
             free.synchronize()
+        self._threads.shutdown()
+
+    def _copy(self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+        parts = chunks(source.size, -(-source.size // COPY_THREADS))
+        wait([self._threads.submit(np.copyto, target[part], source[part]) for part in parts])
 
     def _report(self, length: int) -> None:
         self._done += length

@@ -6,6 +6,7 @@ Building needs TensorRT-RTX and no GPU; `run` needs a GPU that the installed Ten
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +167,8 @@ def run(node: Node, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Outputs of the node, on the CPU.
 
     Runs three times eagerly and once as a captured CUDA graph, each time from the same caches and
-    over poisoned outputs, and raises AssertionError unless all results are the same bits.
+    over poisoned outputs, and raises AssertionError unless all results are the same bits. With
+    M3_RUNS=1 in the environment it runs once, eagerly.
     """
     import torch
 
@@ -209,6 +211,8 @@ def run(node: Node, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.cpu() for name, tensor in outputs.items()}
 
     first = result_of(execute)
+    if os.environ.get("M3_RUNS") == "1":
+        return first
     graph = torch.cuda.CUDAGraph()
     again = [result_of(execute), result_of(execute)]
     with torch.cuda.graph(graph, stream=stream):
