@@ -81,7 +81,7 @@ def test_one_profile_covers_prefill_and_decode(tiny):
     ("changes", "limits", "tensor", "option"),
     [
         ({}, {"max_pages": 16384}, "kv_cache_0", "max_pages"),
-        ({}, {"max_num_tokens": 1 << 26}, "embedding.words", "max_num_tokens"),
+        ({}, {"max_num_tokens": 1 << 26}, "embedding", "max_num_tokens"),
         ({}, {"max_multimodal_len": 1 << 25}, "prompt_embedding_table", "max_multimodal_len"),
         (
             {"vocab_size": 1 << 20},

@@ -145,12 +145,13 @@ def wait_for_answer(server: Any) -> None:
 
 
 def wait_until_idle(server: Any, model: str) -> None:
-    """A process counts a request until shortly after its client has the answer."""
-    count = server.run_dir / "inflight" / model
+    """Until the supervisor has had the answer to its own first request, and the process has counted
+    the last one as ended. Clients have their answers before either."""
+    state, count = server.run_dir / "server.json", server.run_dir / "inflight" / model
     assert count.exists()
-    deadline = time.monotonic() + 10
-    while read_count(count):
-        assert time.monotonic() < deadline
+    deadline = time.monotonic() + 30
+    while int(json.loads(state.read_text())["pid"]) != server.server_pid() or read_count(count):
+        assert time.monotonic() < deadline, server.log
         time.sleep(0.01)
 
 
