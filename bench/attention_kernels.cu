@@ -28,12 +28,16 @@ int64_t m3_bench_decode_workspace(Step const* s, int selected) {
       paged_decode_workspace(s->num_heads, s->num_kv_heads, s->q_len, selected != 0));
 }
 
+// The cache is e4m3 when there is a scale, else bf16.
 int m3_bench_decode(Step const* s, void const* q, void const* kv_cache, int32_t const* block_ids,
-                    int32_t top_k, void* out, void* workspace, cudaStream_t stream) {
+                    int32_t top_k, void* out, void* workspace, cudaStream_t stream,
+                    float const* kv_scale) {
   PagedDecodeParams p{};
   p.tokens = packed(*s);
-  p.view = block_ids == nullptr ? view_of_pages(kv_cache, s->num_kv_heads)
-                                : view_of_virtual_pages(kv_cache, s->num_kv_heads);
+  Type const type = kv_scale == nullptr ? Type::kBfloat16 : Type::kFloat8E4m3;
+  p.view = block_ids == nullptr ? view_of_pages(kv_cache, s->num_kv_heads, type)
+                                : view_of_virtual_pages(kv_cache, s->num_kv_heads, type);
+  p.kv_scale = kv_scale;
   p.q = q;
   p.block_ids = block_ids;
   p.out = out;

@@ -155,14 +155,20 @@ def decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     block_ids: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None,
+    poison: int = 0xFF,
 ) -> Callable[[], torch.Tensor]:
-    """A call of the decode kernel on these tensors: [N, Hq * D]."""
+    """A call of the decode kernel on these tensors: [N, Hq * D].
+
+    Args:
+        kv_scale: of an e4m3 cache.
+        poison: the byte that the workspace is full of.
+    """
     step = batch.as_c(q.shape[1], kv_cache.shape[3])
     size = library.m3_bench_decode_workspace
     size.restype = ctypes.c_int64
-    workspace = torch.empty(
-        size(ctypes.byref(step), int(block_ids is not None)), dtype=torch.uint8, device="cuda"
-    )
+    bytes_needed = size(ctypes.byref(step), int(block_ids is not None))
+    workspace = torch.full((bytes_needed,), poison, dtype=torch.uint8, device="cuda")
     out = torch.full((q.shape[0], q.shape[1] * HEAD), torch.nan, dtype=q.dtype, device="cuda")
     top_k = 0 if block_ids is None else block_ids.shape[2]
 
@@ -177,6 +183,7 @@ def decode(
                 pointer(out),
                 pointer(workspace),
                 stream(),
+                pointer(kv_scale),
             )
         )
         return out

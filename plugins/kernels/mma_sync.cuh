@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -28,6 +29,18 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
+// Waits for the oldest of this thread's last `groups` (1 to 3) groups.
+__device__ inline void wait_for_oldest(int groups) {
+  switch (groups) {
+    case 1:
+      return wait_copies<0>();
+    case 2:
+      return wait_copies<1>();
+    default:
+      return wait_copies<2>();
+  }
+}
+
 // Four 8 x 8 matrices; lane i gives the address of a row of 16 bytes.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
@@ -50,9 +63,30 @@ __device__ inline void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of fp16 values.
+__device__ inline void multiply_add_half(float (&c)[4], uint32_t const (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 __device__ inline uint32_t pack_bf16(float low, float high) {
   __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<uint32_t const&>(pair);
+}
+
+__device__ inline uint32_t pack_half(float low, float high) {
+  __half2 const pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<uint32_t const&>(pair);
+}
+
+// 2^x in one instruction; exp2f spends three more on results below 2^-126.
+__device__ inline float exp2_flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Maximum and sum over the four lanes that share a row of a fragment.

@@ -1,189 +1,194 @@
 #pragma once
 
-#include <climits>
-
-#include "kernels/mma_sync.cuh"
+#include "kernels/paged_decode_math.cuh"
 #include "kernels/paged_decode_schedule.cuh"
 
-// The decode kernel's shared memory and how queries, keys and values get there.
+// The decode kernel's shared memory and how keys and values get there.
 namespace m3::kernels::paged_decode {
 
-using Bf16 = __nv_bfloat16;
+constexpr int WARPS = 8;
+constexpr int THREADS = 32 * WARPS;
+constexpr int MAX_STAGES = 3;
+constexpr int WARP_BYTES = 8192;  // of a stage: keys and values, later the warp's result
+constexpr int STAGE_BYTES = WARPS * WARP_BYTES;
+static_assert(WARP_BYTES == 16 * kHeadSize * sizeof(float));
 
-constexpr int WARPS = 4;  // that share the keys of a tile
-constexpr int TILE = kDecodeTile;
-constexpr int CHUNKS = kHeadSize / 8;             // 16-byte chunks of a key
-constexpr int TILE_BYTES = TILE * kHeadSize * 2;  // of K, and of V
-
-// kMTiles tiles of 16 query rows: row = token of the item * group + query head of the KV head.
-template <int kMTiles>
+// kRowWarps tiles of 16 query rows (row = token of the item * group + query head of the KV head), one
+// a warp of a team. A team takes one slice of every page, on its own through its own ring of stages.
+template <class Cache, int kRowWarps>
 struct Shape {
-  static constexpr int ROWS = 16 * kMTiles;
-  static constexpr int STAGES = kMTiles == 1 ? 3 : 4;
-  static constexpr int BLOCKS_PER_SM = kMTiles == 1 ? 2 : 1;
-  static constexpr int ROW_WARPS = kMTiles == 1 ? 1 : 2;  // times WARPS
-  static constexpr int WARP_TILES = kMTiles / ROW_WARPS;
-  static constexpr int THREADS = 32 * WARPS * ROW_WARPS;
+  static constexpr int ROWS = 16 * kRowWarps;
+  static constexpr int TEAMS = WARPS / kRowWarps;
+  static constexpr int TEAM_THREADS = 32 * kRowWarps;
+  static constexpr int KEYS = Products<Cache>::KEYS * kRowWarps;  // of a slice
+  static constexpr int SLICES = kBlockSize / KEYS;                // of a page
+  static constexpr int PAGES = TEAMS / SLICES;                    // at once
+  static constexpr int SLICE_BYTES = KEYS * Products<Cache>::CHUNKS * 16;
+  static_assert(2 * SLICE_BYTES == kRowWarps * WARP_BYTES && PAGES >= 1);
 };
 
-template <int kMTiles>
-struct __align__(128) DecodeShared {
-  using S = Shape<kMTiles>;
-  uint8_t k[S::STAGES][TILE_BYTES];
-  uint8_t v[S::STAGES][TILE_BYTES];
-  uint8_t q[S::STAGES][S::ROWS * kHeadSize * 2];  // a ring of items: each may have only one tile
-  uint8_t weights[S::ROWS * TILE * 2];
-  float maxima[WARPS][S::ROWS];
-  float sums[WARPS][S::ROWS];
-  int32_t remaining[S::STAGES];  // keys that the item's last token sees from the tile's first on
+// The dynamic shared memory holds the stages, then this.
+template <int kRowWarps>
+struct alignas(128) DecodeShared {
+  static constexpr int TEAMS = WARPS / kRowWarps;
+  float maxima[TEAMS][16 * kRowWarps];
+  float sums[TEAMS][16 * kRowWarps];
+  int32_t last_stage[TEAMS];
+  // Keys from the slice's first on that the item's last token sees; LAST_SLICE when it ends a segment.
+  int32_t slices[WARPS][MAX_STAGES];
+};
+constexpr int32_t LAST_SLICE = 1 << 16;
+
+struct Team {
+  int index, thread, row_warp;
+
+  __device__ explicit Team(int row_warps)
+      : index(threadIdx.x / 32 / row_warps),
+        thread(threadIdx.x % (32 * row_warps)),
+        row_warp(threadIdx.x / 32 % row_warps) {}
 };
 
-// Brings tiles into shared memory ahead of their use. All warps keep the same state.
-template <int kMTiles>
+template <int kRowWarps>
+__device__ void team_sync(Team const& team) {
+  if constexpr (kRowWarps == 1) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;\n" ::"r"(1 + team.index), "n"(32 * kRowWarps) : "memory");
+  }
+}
+
+// Brings a team's slices into its stages, ahead of their use. All its warps keep the same state.
+template <class Cache, int kRowWarps, class Schedule>
 class Loader {
-  using S = Shape<kMTiles>;
+  using S = Shape<Cache, kRowWarps>;
 
  public:
-  __device__ Loader(PagedDecodeParams const& p, DecodeCursor const& cursor,
-                    DecodeShared<kMTiles>& shared)
-      : p_(p), cursor_(cursor), ahead_(cursor), shared_(shared) {
-    if (is_selected()) {
-      next_ids_ = read_ids(cursor_.item());
-    } else {
-      next_pages_ = read_pages(cursor_.item(), cursor_.tile() / kTilesPerPage / 32);
-    }
-    open_item();
+  // `schedule` was read; of `blocks` that share a segment's pages this is number `rank`.
+  __device__ Loader(PagedDecodeParams const& p, Schedule const& schedule, int rank, int blocks,
+                    uint32_t stages, int32_t (&slices)[WARPS][MAX_STAGES])
+      : p_(p),
+        ahead_(schedule),
+        team_(kRowWarps),
+        stages_(stages + team_.index * kRowWarps * WARP_BYTES),
+        slices_(slices[threadIdx.x / 32]),
+        part_(team_.index / S::SLICES * blocks + rank),
+        parts_mask_(S::PAGES * blocks - 1) {
+    base_ = ahead_.first();
+    read_ids();
+    open_chunk();
   }
 
+  // Starts the team's next slice on its way into a stage and notes what it is; an empty one ends a
+  // segment of which the team has none.
   __device__ void load(int stage) {
-    int32_t const tile = cursor_.tile();
-    if (new_item_) {
-      load_queries();
-    } else if (is_selected() && !pages_ahead_) {
-      read_next_pages();  // the ids have had a tile's time to arrive
+    if (is_spent_) {
+      do {
+        if (ahead_.done()) {
+          slices_[stage] = 0;
+          return;
+        }
+        open_chunk();
+      } while (is_spent_);
+    } else if (!is_resolved_) {
+      read_pages();  // the ids have had a slice's time to arrive
     }
-    if (tile % kTilesPerPage == 0 || new_item_) next_page(tile / kTilesPerPage);
-    new_item_ = false;
-    int const half = tile % kTilesPerPage * TILE;
-    int32_t const remaining = page_ < 0 ? INT_MIN / 2 : remaining_ - half;
-    if (threadIdx.x == 0) shared_.remaining[stage] = remaining;
-    if (remaining > 0) {
-      int const row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-      DecodeView const& view = p_.view;
-      int64_t const id = int64_t{page_} * view.ids_per_page + head() * view.ids_per_head;
-      int64_t const first = id * view.page_stride + head() * view.head_stride +
-                            (half + row) * view.token_stride + chunk * 8;
-      auto const* const keys = static_cast<Bf16 const*>(view.keys) + first;
-      auto const* const values = static_cast<Bf16 const*>(view.values) + first;
-      uint32_t const at = swizzled<CHUNKS>(row, chunk);
-      uint32_t const k = shared_address(shared_.k[stage]) + at;
-      uint32_t const v = shared_address(shared_.v[stage]) + at;
-      constexpr int STEP = S::THREADS / CHUNKS;  // 8 or 16 keys: the swizzle repeats
-#pragma unroll
-      for (int i = 0; i < TILE / STEP; ++i) {
-        copy_async(k + i * STEP * CHUNKS * 16, keys + i * STEP * view.token_stride,
-                   row + i * STEP < remaining);
-      }
-#pragma unroll
-      for (int i = 0; i < TILE / STEP; ++i) {
-        copy_async(v + i * STEP * CHUNKS * 16, values + i * STEP * view.token_stride,
-                   row + i * STEP < remaining);
-      }
+    int visible = 0;
+    if (unread_ != 0) {
+      int const at = __ffs(unread_) - 1;
+      unread_ &= unread_ - 1;
+      visible = min(kBlockSize, __shfl_sync(~0u, visible_, at));
+      copy(stage, __shfl_sync(~0u, pages_, at), visible);
     }
-  }
-
-  __device__ void advance() {
-    if (cursor_.advance()) open_item();
+    is_spent_ = unread_ == 0;
+    slices_[stage] = visible | (is_spent_ && ends_segment_ ? LAST_SLICE : 0);
   }
 
  private:
-  __device__ int head() const { return cursor_.item().head; }
   __device__ bool is_selected() const { return p_.block_ids != nullptr; }
   __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ int slice() const { return team_.index % S::SLICES; }
 
-  // A lane's selected block, and the page of the block it holds; -1 for what counts for nothing.
-  __device__ int32_t read_ids(DecodeItem const& item) const {
-    int64_t const row = int64_t{item.head} * p_.tokens.num_tokens + item.first_token;
-    return lane() < p_.top_k ? p_.block_ids[row * p_.top_k + lane()] : -1;
-  }
-  __device__ void read_next_pages() {
-    DecodeItem const& item = ahead_.item();
-    bool const visible = next_ids_ >= 0 && next_ids_ <= (item.length - 1) / kBlockSize;
-    next_pages_ = visible ? page_of(p_.tokens, item.request, next_ids_) : -1;
-    pages_ahead_ = true;
-  }
-
-  // Pages 32 * part.. of an item that has all blocks, one a lane.
-  __device__ int32_t read_pages(DecodeItem const& item, int32_t part) const {
-    return page_of(p_.tokens, item.request, part * 32 + lane());
-  }
-
-  // What the item needs to know was read while the one before it was loaded.
-  __device__ void open_item() {
-    new_item_ = true;
-    ++num_items_;
-    if (!is_selected()) {
-      ahead_.next_item();
-      return;
-    }
-    if (!pages_ahead_) read_next_pages();
-    ids_ = next_ids_;
-    pages_ = next_pages_;
-    unread_ = __ballot_sync(~0u, pages_ >= 0);
-    for (int i = cursor_.tile() / kTilesPerPage; i > 0; --i) unread_ &= unread_ - 1;
-    ahead_.next_item();
-    next_ids_ = read_ids(ahead_.item());
-    pages_ahead_ = false;
-  }
-
-  __device__ void next_page(int32_t index) {
-    DecodeItem const& item = cursor_.item();
+  // A chunk is up to 32 pages of a segment, one a lane; of a selection it is all. Its ids and pages
+  // are read while the one before it is loaded.
+  __device__ void read_ids() {
+    is_resolved_ = false;
+    if (ahead_.done()) return;
     if (is_selected()) {
-      page_ = -1;
-      if (unread_ == 0) return;
-      int const at = __ffs(unread_) - 1;
-      unread_ &= unread_ - 1;
-      page_ = __shfl_sync(~0u, pages_, at);
-      remaining_ = item.length - __shfl_sync(~0u, ids_, at) * kBlockSize;
-      return;
+      int64_t const row = int64_t{ahead_.head()} * p_.tokens.num_tokens + ahead_.first_token();
+      next_ids_ = lane() < p_.top_k ? p_.block_ids[row * p_.top_k + lane()] : -1;
+    } else {
+      next_ids_ = base_ + lane();
+      read_pages();
     }
-    if (index % 32 == 0 || new_item_) {
-      pages_ = next_pages_;
-      int32_t const part = index / 32 + 1;
-      bool const same = part * 32 * kTilesPerPage < item.num_tiles;
-      next_pages_ = same ? read_pages(item, part) : read_pages(ahead_.item(), 0);
-    }
-    page_ = __shfl_sync(~0u, pages_, index % 32);
-    remaining_ = item.length - index * kBlockSize;
+  }
+  __device__ void read_pages() {
+    is_resolved_ = true;
+    if (ahead_.done()) return;
+    ahead_.resolve();
+    bool const visible = next_ids_ >= 0 && next_ids_ <= (ahead_.length() - 1) / kBlockSize &&
+                         ahead_.length() > 0;
+    next_pages_ = visible ? page_of(p_.tokens, ahead_.request(), next_ids_) : -1;
   }
 
-  __device__ void load_queries() {
-    DecodeItem const& item = cursor_.item();
-    int const group = p_.num_heads / p_.num_kv_heads;
-    uint32_t const to = shared_address(shared_.q[num_items_ % S::STAGES]);
-    for (int i = threadIdx.x; i < S::ROWS * CHUNKS; i += S::THREADS) {
-      int const row = i / CHUNKS, chunk = i % CHUNKS;
-      bool const valid = row < item.num_tokens * group;
-      int const token = valid ? item.first_token + row / group : item.first_token;
-      int const query_head = item.head * group + (valid ? row % group : 0);
-      auto const* const from = static_cast<Bf16 const*>(p_.q) +
-                               (int64_t{token} * p_.num_heads + query_head) * kHeadSize + chunk * 8;
-      copy_async(to + swizzled<CHUNKS>(row, chunk), from, valid);
+  __device__ void open_chunk() {
+    if (!is_resolved_) read_pages();
+    pages_ = next_pages_;
+    head_ = ahead_.head();
+    visible_ = ahead_.length() - next_ids_ * kBlockSize - slice() * S::KEYS;
+    bool const exists = pages_ >= 0;
+    int const index = is_selected() ? __popc(__ballot_sync(~0u, exists) & ((1u << lane()) - 1))
+                                    : base_ + lane();
+    unread_ = __ballot_sync(~0u, exists && visible_ > 0 && index >= ahead_.first() &&
+                                     index < ahead_.end() && (index & parts_mask_) == part_);
+    ends_segment_ = is_selected() || base_ + 32 >= ahead_.end();
+    is_spent_ = unread_ == 0 && !ends_segment_;
+    if (ends_segment_) {
+      ahead_.next();
+      base_ = ahead_.first();
+      if (!ahead_.done()) ahead_.read();
+    } else {
+      base_ += 32;
+    }
+    read_ids();
+  }
+
+  // Zeros behind the visible keys: what lies there may be NaN.
+  __device__ void copy(int stage, int32_t page, int visible) {
+    constexpr int CHUNKS = Products<Cache>::CHUNKS;
+    constexpr int STEP = S::TEAM_THREADS / CHUNKS;  // keys at once
+    int const row = team_.thread / CHUNKS, chunk = team_.thread % CHUNKS;
+    DecodeView const& view = p_.view;
+    int64_t const id = int64_t{page} * view.ids_per_page + head_ * view.ids_per_head;
+    int64_t const first = id * view.page_stride + head_ * view.head_stride +
+                          (slice() * S::KEYS + row) * view.token_stride +
+                          chunk * static_cast<int>(16 / sizeof(Cache));
+    auto const* const from_k = static_cast<Cache const*>(view.keys) + first;
+    auto const* const from_v = static_cast<Cache const*>(view.values) + first;
+    uint32_t const to = stages_ + stage * STAGE_BYTES;
+#pragma unroll
+    for (int i = 0; i < S::KEYS / STEP; ++i) {
+      copy_async(to + swizzled<CHUNKS>(row + i * STEP, chunk), from_k + i * STEP * view.token_stride,
+                 row + i * STEP < visible);
+    }
+#pragma unroll
+    for (int i = 0; i < S::KEYS / STEP; ++i) {
+      copy_async(to + S::SLICE_BYTES + swizzled<CHUNKS>(row + i * STEP, chunk),
+                 from_v + i * STEP * view.token_stride, row + i * STEP < visible);
     }
   }
 
   PagedDecodeParams const& p_;
-  DecodeCursor cursor_;
-  DecodeCursor ahead_;  // at the item behind cursor_'s
-  DecodeShared<kMTiles>& shared_;
-  bool new_item_ = false;
-  int num_items_ = -1;
-  int32_t ids_ = -1, pages_ = -1;
+  Schedule ahead_;  // at the segment of the next chunk
+  Team team_;
+  uint32_t stages_;
+  int32_t* slices_;
+  int part_, parts_mask_;  // the team takes every page `part_` of them
+  int32_t base_;           // of the next chunk
   int32_t next_ids_ = -1, next_pages_ = -1;
-  bool pages_ahead_ = false;
+  bool is_resolved_ = false;
+  int32_t pages_ = -1, visible_ = 0, head_ = 0;
   unsigned unread_ = 0;
-  int32_t page_ = -1;
-  int32_t remaining_ = 0;
+  bool ends_segment_ = false, is_spent_ = true;
 };
 
 }  // namespace m3::kernels::paged_decode

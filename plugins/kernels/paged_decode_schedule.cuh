@@ -4,14 +4,10 @@
 #include "kernels/packed_tokens.cuh"
 #include "kernels/smxx_paged_decode.h"
 
-// Which keys each block of the decode kernel reads. All (query tokens, KV head) items of the step
-// are cut into tiles of keys and laid end to end, and the blocks take equal shares of that line. An
-// item may so be cut into pieces by several blocks, and a block leaves at most two pieces
-// unfinished: one that began before its share and one that ends behind it.
+// Which pages each block of the decode kernel reads. An item is one KV head of one query token, or of
+// several neighbouring ones that share their keys; its pages are those of the context or of the
+// selection. A schedule walks a block over its segments, each a share of an item's pages.
 namespace m3::kernels {
-
-constexpr int kDecodeTile = 64;  // keys
-constexpr int kTilesPerPage = kBlockSize / kDecodeTile;
 
 // One KV head and up to `group_tokens` neighbouring query tokens of a request, which share its
 // keys.
@@ -21,81 +17,95 @@ struct DecodeItem {
   int32_t num_tokens;
   int32_t length;  // keys that the last of the tokens sees
   int32_t head;
-  int32_t num_tiles;
+  int32_t num_pages;
 };
 
-// Shares of `total` tiles: the first `longer` blocks get one more than the others.
+// Shares of `total` pages: the first `longer` blocks get one more than the others.
 struct DecodeShares {
   int32_t total, active, each, longer;
 
-  __device__ DecodeShares(int32_t total_tiles, int32_t num_blocks)
-      : total(total_tiles), active(max(1, min(num_blocks, total_tiles))) {
+  __device__ DecodeShares(int32_t total_pages, int32_t num_blocks)
+      : total(total_pages), active(max(1, min(num_blocks, total_pages))) {
     each = total / active;
     longer = total - each * active;
   }
   __device__ int32_t begin(int32_t block) const {
     return block >= active ? total : block * each + min(block, longer);
   }
-  __device__ int32_t block_of(int32_t tile) const {
+  __device__ int32_t block_of(int32_t page) const {
     int32_t const border = longer * (each + 1);
-    return tile < border ? tile / (each + 1) : longer + (tile - border) / each;
+    return page < border ? page / (each + 1) : longer + (page - border) / each;
   }
 };
 
-// Walks over the tiles of a block. All lanes of a warp hold the same cursor and call it together.
+// All items' pages laid end to end, of which each block takes an equal share. An item may so be cut
+// into pieces by several blocks, and a block leaves at most two pieces unfinished: one that began
+// before its share and one that ends behind it. All lanes of a warp hold the same cursor and call it
+// together.
 class DecodeCursor {
  public:
   __device__ DecodeCursor(PagedDecodeParams const& p, int group_tokens)
       : p_(p), group_tokens_(group_tokens) {}
 
-  // Tiles of the step.
-  __device__ int32_t count_tiles() {
+  // Pages of the step.
+  __device__ int32_t count_pages() {
     read_ranges(0);
-    int32_t sum = tiles_of(lane_range_);
-    for (int32_t d = 32 + lane(); d < p_.num_decode; d += 32) sum += tiles_of(range_of(d));
+    int32_t sum = pages_of(lane_range_);
+    for (int32_t d = 32 + lane(); d < p_.num_decode; d += 32) sum += pages_of(range_of(d));
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     return sum;
   }
 
-  // To a tile that exists.
-  __device__ void seek(int32_t tile) {
+  // To the first segment of `count` > 0 pages from the step's page `page` on.
+  __device__ void seek(int32_t page, int32_t count) {
+    left_ = count;
     for (int32_t base = 0, before = 0; base < p_.num_decode; base += 32) {
       if (base > 0) read_ranges(base);
-      int32_t const tiles = tiles_of(lane_range_);
-      int32_t upto = tiles;
+      int32_t const pages = pages_of(lane_range_);
+      int32_t upto = pages;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
         int32_t const left = __shfl_up_sync(~0u, upto, offset);
         if (lane() >= offset) upto += left;
       }
-      unsigned const behind = __ballot_sync(~0u, before + upto > tile);
+      unsigned const behind = __ballot_sync(~0u, before + upto > page);
       if (behind != 0) {
         int const at = __ffs(behind) - 1;
         open_request(base + at);
-        tile_ = tile - before - __shfl_sync(~0u, upto - tiles, at);
+        first_ = page - before - __shfl_sync(~0u, upto - pages, at);
         break;
       }
       before += __shfl_sync(~0u, upto, 31);
     }
     open_item(0, 0);
-    while (tile_ >= item_.num_tiles) {
-      tile_ -= item_.num_tiles;
+    while (first_ >= item_.num_pages) {
+      first_ -= item_.num_pages;
       next_item();
     }
   }
 
+  // The segment: pages [first, end) of the item.
   __device__ DecodeItem const& item() const { return item_; }
-  __device__ int32_t tile() const { return tile_; }  // of the item
-
-  // To the next tile; true when it opens another item.
-  __device__ bool advance() {
-    if (++tile_ < item_.num_tiles) return false;
-    tile_ = 0;
-    next_item();
-    return true;
+  __device__ int32_t first() const { return first_; }
+  __device__ int32_t end() const { return min(item_.num_pages, first_ + left_); }
+  __device__ bool done() const { return left_ == 0; }
+  __device__ void next() {
+    left_ -= end() - first_;
+    first_ = 0;
+    if (left_ > 0) next_item();
   }
 
+  __device__ int32_t first_token() const { return item_.first_token; }
+  __device__ int32_t num_tokens() const { return item_.num_tokens; }
+  __device__ int32_t head() const { return item_.head; }
+  // A schedule's reads of memory, ahead of request() and length().
+  __device__ void read() {}
+  __device__ void resolve() {}
+  __device__ int32_t request() const { return item_.request; }
+  __device__ int32_t length() const { return item_.length; }
+
+ private:
   // Behind the last item it stays where it is.
   __device__ void next_item() {
     if (item_.head + 1 < p_.num_kv_heads) {
@@ -112,7 +122,6 @@ class DecodeCursor {
     }
   }
 
- private:
   struct Range {
     int32_t first, count, length;  // tokens, and keys with them
   };
@@ -126,12 +135,10 @@ class DecodeCursor {
     return {first, max(0, min(count, p_.q_len)), p_.tokens.sequence_length[request]};
   }
 
-  // A group of tokens without visible keys still has a tile: someone must write its zeros.
-  __device__ int32_t tiles_of(int32_t length) const {
+  // A group of tokens without visible keys still has a page: someone must write its zeros.
+  __device__ int32_t pages_of(int32_t length) const {
     int32_t const blocks = (length + kBlockSize - 1) / kBlockSize;
-    int32_t const tiles = p_.block_ids == nullptr ? (length + kDecodeTile - 1) / kDecodeTile
-                                                  : kTilesPerPage * min(blocks, p_.top_k);
-    return max(1, tiles);
+    return max(1, p_.block_ids == nullptr ? blocks : min(blocks, p_.top_k));
   }
 
   __device__ int32_t group_end(Range const& range, int32_t group) const {
@@ -142,10 +149,10 @@ class DecodeCursor {
     return max(0, range.length - range.count + group_end(range, group));
   }
 
-  __device__ int32_t tiles_of(Range const& range) const {
+  __device__ int32_t pages_of(Range const& range) const {
     int32_t sum = 0;
     for (int32_t group = 0; group * group_tokens_ < range.count; ++group) {
-      sum += tiles_of(length_of(range, group));
+      sum += pages_of(length_of(range, group));
     }
     return sum * p_.num_kv_heads;
   }
@@ -172,16 +179,61 @@ class DecodeCursor {
     item_.num_tokens = group_end(range_, group) - first;
     item_.length = length_of(range_, group);
     item_.head = head;
-    item_.num_tiles = tiles_of(item_.length);
+    item_.num_pages = pages_of(item_.length);
   }
 
   PagedDecodeParams const& p_;
   int32_t group_tokens_;
   int32_t lane_base_;
   Range lane_range_;
-  int32_t decode_ = 0, group_ = 0, tile_ = 0;
+  int32_t decode_ = 0, group_ = 0;
+  int32_t first_ = 0, left_ = 0;
   Range range_{};
   DecodeItem item_{};
+};
+
+// Whole items, one query token and KV head each, in rounds: block or cluster `first` of `step` takes
+// every step-th one. Where the item belongs is read ahead: read() starts it, resolve() takes it.
+class ItemRounds {
+ public:
+  __device__ ItemRounds(PagedDecodeParams const& p, int32_t first, int32_t step)
+      : p_(p), item_(first), step_(step), count_(p.num_decode * p.q_len * p.num_kv_heads) {}
+
+  __device__ bool done() const { return item_ >= count_; }
+  __device__ void next() { item_ += step_; }
+  __device__ int32_t first() const { return 0; }
+  __device__ int32_t end() const { return p_.top_k; }
+
+  __device__ int32_t first_token() const {
+    return p_.tokens.num_tokens - p_.num_decode * p_.q_len + item_ / p_.num_kv_heads;
+  }
+  __device__ static constexpr int32_t num_tokens() { return 1; }
+  __device__ int32_t head() const { return item_ % p_.num_kv_heads; }
+
+  // Where the token is when every decode request before it has its q_len tokens.
+  __device__ void read() {
+    request_ = p_.tokens.num_requests - p_.num_decode + item_ / p_.num_kv_heads / p_.q_len;
+    begin_ = p_.tokens.cu_query_lens[request_];
+    end_ = p_.tokens.cu_query_lens[request_ + 1];
+    length_ = p_.tokens.sequence_length[request_];
+  }
+  __device__ void resolve() {
+    int32_t const token = first_token();
+    if (token >= begin_ && token < end_) {
+      length_ = max(0, length_ - (end_ - 1 - token));
+    } else {
+      TokenPlace const place = locate_token(p_.tokens, token);
+      request_ = max(0, place.request);
+      length_ = place.position + 1;
+    }
+  }
+  __device__ int32_t request() const { return request_; }
+  __device__ int32_t length() const { return length_; }
+
+ private:
+  PagedDecodeParams const& p_;
+  int32_t item_, step_, count_;
+  int32_t request_ = 0, begin_ = 0, end_ = 0, length_ = 0;
 };
 
 }  // namespace m3::kernels

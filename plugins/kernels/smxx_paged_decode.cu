@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kernels/cluster.cuh"
 #include "kernels/paged_decode_loader.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/vectors.cuh"
@@ -9,12 +10,10 @@ namespace {
 
 using namespace paged_decode;
 
-constexpr int COLUMNS = kHeadSize / WARPS;  // output channels of a warp
-constexpr int KEYS = TILE / WARPS;          // keys whose scores a warp computes
-constexpr int MERGE_ROWS = 4;               // of a merge block
-constexpr int MERGE_WARPS = 2;              // of a row
-constexpr int MAX_BLOCKS = 384;             // two for each of 192 multiprocessors
-static_assert(KEYS == 16 && COLUMNS == 32, "two score tiles and four output tiles a warp");
+constexpr int MERGE_ROWS = 4;     // of a merge block
+constexpr int MERGE_WARPS = 2;    // of a row
+constexpr int MAX_BLOCKS = 192;   // one a multiprocessor
+constexpr int MAX_CLUSTER = 16;
 
 // What a block leaves of an item that it does not finish alone.
 struct Split {
@@ -39,209 +38,239 @@ Workspace carve(void* memory, int rows) {
   return {out, totals, reinterpret_cast<Split*>(totals + int64_t{MAX_BLOCKS} * 2 * rows)};
 }
 
-// Where a warp works: 16 keys of a tile and 32 output channels, and its share of the query rows.
-template <int kMTiles>
-struct Place {
-  int part, first_row, lane;
-
-  __device__ Place()
-      : part(threadIdx.x / 32 % WARPS),
-        first_row(static_cast<int>(threadIdx.x) / 32 / WARPS * 16 * Shape<kMTiles>::WARP_TILES),
-        lane(threadIdx.x % 32) {}
-  // The two rows of a fragment that the lane holds, h = 0 and 1.
-  __device__ int row(int m, int h) const { return first_row + 16 * m + 8 * h + lane / 4; }
+// Where the blocks of a cluster leave their results of an item for each other: each row for the block
+// that writes it. Twice, so that one barrier an item is enough.
+struct alignas(128) Exchange {
+  float out[2][16][kHeadSize];  // [block, row of the receiver]
+  float2 totals[2][16];
 };
 
-// The softmax of an item so far. A warp computes the scores of 16 keys of a tile and sums up 32
-// channels over all of them, so maxima are shared, sums of weights each warp's own.
-template <int kMTiles>
-struct State {
-  static constexpr int M = Shape<kMTiles>::WARP_TILES;
-  float maximum[M][2];
-  float sum[M][2];
-  float out[M][COLUMNS / 8][4];
-
-  __device__ void clear() {
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      maximum[m][0] = maximum[m][1] = -INFINITY;
-      sum[m][0] = sum[m][1] = 0.f;
-#pragma unroll
-      for (int n = 0; n < COLUMNS / 8; ++n) {
-        out[m][n][0] = out[m][n][1] = out[m][n][2] = out[m][n][3] = 0.f;
-      }
-    }
-  }
-};
-
-// Scores in units of log2. `token[m][i]`: of the item, to which the lane's row belongs.
-template <int kMTiles, int M = Shape<kMTiles>::WARP_TILES>
-__device__ void score_tile(DecodeShared<kMTiles> const& shared, int stage, int q_slot,
-                           float scale_log2, int32_t limit, bool masked, int const (&token)[M][2],
-                           float (&s)[M][2][4]) {
-  Place<kMTiles> const at;
-  int const lane = at.lane;
-  uint32_t const k = shared_address(shared.k[stage]);
-  uint32_t const q = shared_address(shared.q[q_slot]);
-  int const key_row = at.part * KEYS + lane % 8 + lane / 16 * 8;
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) s[m][i / 4][i % 4] = 0.f;
-  }
-#pragma unroll
-  for (int step = 0; step < kHeadSize / 16; ++step) {
-    uint32_t b[4];
-    load_matrices(b, k + swizzled<CHUNKS>(key_row, 2 * step + lane / 8 % 2));
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      uint32_t a[4];
-      load_matrices(a,
-                    q + swizzled<CHUNKS>(at.first_row + 16 * m + lane % 16, 2 * step + lane / 16));
-      multiply_add(s[m][0], a, b[0], b[1]);
-      multiply_add(s[m][1], a, b[2], b[3]);
-    }
-  }
-  int const first_key = at.part * KEYS + lane % 4 * 2;
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float& x = s[m][i / 4][i % 4];
-      x *= scale_log2;
-      int const key = first_key + i / 4 * 8 + i % 2;
-      if (masked && key >= limit + token[m][i / 2 % 2]) x = -INFINITY;
-    }
-  }
+// Weight of a result whose maximum was `maximum` under a larger one.
+__device__ float share(float maximum, float largest) {
+  return largest == -INFINITY ? 0.f : exp2_flushed(maximum - largest);
 }
 
-// Turns scores into weights, under the maximum over all warps, and writes them for all warps.
-template <int kMTiles, int M = Shape<kMTiles>::WARP_TILES>
-__device__ void weigh_tile(DecodeShared<kMTiles>& shared, float (&s)[M][2][4],
-                           State<kMTiles>& state) {
-  Place<kMTiles> const at;
-  int const lane = at.lane;
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float const largest = row_max(fmaxf(fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]),
-                                          fmaxf(s[m][1][2 * h], s[m][1][2 * h + 1])));
-      if (lane % 4 == 0) shared.maxima[at.part][at.row(m, h)] = largest;
-    }
-  }
-  __syncthreads();  // maxima
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      int const row = at.row(m, h);
-      float maximum = state.maximum[m][h];
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) maximum = fmaxf(maximum, shared.maxima[w][row]);
-      // With every score at -inf so far, -inf - -inf would be NaN.
-      float const base = maximum == -INFINITY ? 0.f : maximum;
-      float const decay = exp2f(state.maximum[m][h] - base);
-      state.maximum[m][h] = maximum;
-      float sum = 0.f;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        float const low = exp2f(s[m][n][2 * h] - base), high = exp2f(s[m][n][2 * h + 1] - base);
-        sum += low + high;
-        auto* const to = reinterpret_cast<uint32_t*>(
-            shared.weights + swizzled<TILE / 8>(row, at.part * 2 + n) + lane % 4 * 4);
-        *to = pack_bf16(low, high);
-      }
-      state.sum[m][h] = state.sum[m][h] * decay + sum;
-#pragma unroll
-      for (int n = 0; n < COLUMNS / 8; ++n) {
-        state.out[m][n][2 * h] *= decay;
-        state.out[m][n][2 * h + 1] *= decay;
-      }
-    }
-  }
-  __syncthreads();  // weights
-}
-
-template <int kMTiles, int M = Shape<kMTiles>::WARP_TILES>
-__device__ void sum_tile(DecodeShared<kMTiles> const& shared, int stage, State<kMTiles>& state) {
-  Place<kMTiles> const at;
-  int const lane = at.lane;
-  uint32_t const v = shared_address(shared.v[stage]);
-  uint32_t const weights = shared_address(shared.weights);
-#pragma unroll
-  for (int step = 0; step < TILE / 16; ++step) {
-    uint32_t b[COLUMNS / 16][4];
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 16; ++n) {
-      load_matrices_transposed(
-          b[n], v + swizzled<CHUNKS>(16 * step + lane % 16, at.part * 4 + 2 * n + lane / 16));
-    }
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      uint32_t a[4];
-      load_matrices(
-          a, weights + swizzled<TILE / 8>(at.first_row + 16 * m + lane % 16, 2 * step + lane / 16));
-#pragma unroll
-      for (int n = 0; n < COLUMNS / 16; ++n) {
-        multiply_add(state.out[m][2 * n], a, b[n][0], b[n][1]);
-        multiply_add(state.out[m][2 * n + 1], a, b[n][2], b[n][3]);
-      }
-    }
-  }
-}
-
-// Writes a whole item's result, or a piece to the workspace when `piece` is 0 or 1.
-template <int kMTiles, int M = Shape<kMTiles>::WARP_TILES>
-__device__ void finish(PagedDecodeParams const& p, Workspace const& workspace,
-                       DecodeShared<kMTiles>& shared, DecodeItem const& item, int piece,
-                       State<kMTiles> const& state) {
-  constexpr int ROWS = Shape<kMTiles>::ROWS;
-  Place<kMTiles> const at;
-  int const lane = at.lane;
+// Four channels of a query row, from `channel` on.
+__device__ void write_row(PagedDecodeParams const& p, int32_t first_token, int32_t head, int row,
+                          int channel, float4 sum, float total) {
   int const group = p.num_heads / p.num_kv_heads;
+  int64_t const at =
+      int64_t{first_token + row / group} * p.num_heads + head * group + row % group;
+  float const scale = p.kv_scale == nullptr ? 1.f : *p.kv_scale;
+  store4(static_cast<Bf16*>(p.out) + at * kHeadSize + channel,
+         sum * (total == 0.f ? 0.f : scale / total));
+}
+
+template <class Cache, class Schedule>
+__device__ void load_queries(PagedDecodeParams const& p, Schedule const& at, Team const& team,
+                             Queries& q) {
+  int const group = p.num_heads / p.num_kv_heads;
+  Bf16 const* rows[2];
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
+  for (int h = 0; h < 2; ++h) {
+    int const row = team.row_warp * 16 + 8 * h + threadIdx.x % 32 / 4;
+    int64_t const head = int64_t{at.first_token() + row / group} * p.num_heads +
+                         at.head() * group + row % group;
+    rows[h] = row < at.num_tokens() * group ? static_cast<Bf16 const*>(p.q) + head * kHeadSize
+                                            : nullptr;
+  }
+  Products<Cache>::load(q, rows);
+}
+
+// Adds up what the teams have of a segment and calls emit(row, channel, maximum, total, sum) for four
+// channels each. Before the memory is used again the caller waits for all threads.
+template <class Cache, int kRowWarps, class Emit>
+__device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, int stage,
+                            State const& state, Emit const& emit) {
+  constexpr int TEAMS = Shape<Cache, kRowWarps>::TEAMS;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Team const team(kRowWarps);
+  auto* const own = reinterpret_cast<float*>(memory + stage * STAGE_BYTES + warp * WARP_BYTES);
+  shared.last_stage[team.index] = stage;
+  team_sync<kRowWarps>(team);  // every warp of the team has read the stage
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float const sum = row_sum(state.sum[m][h]);
-      if (lane % 4 == 0) shared.sums[at.part][at.row(m, h)] = sum;
+  for (int h = 0; h < 2; ++h) {
+    int const local = 8 * h + lane / 4;
+    float const sum = row_sum(state.sum[h]);
+    if (lane % 4 == 0) {
+      shared.maxima[team.index][team.row_warp * 16 + local] = state.maximum[h];
+      shared.sums[team.index][team.row_warp * 16 + local] = sum;
+    }
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 16; ++n) {
+      Products<Cache>::store(own + local * kHeadSize, local % 8 * 8, n, h, state.out);
     }
   }
-  __syncthreads();  // sums; the next tile's barriers come before they are written again
+  __syncthreads();
+  int const local = threadIdx.x / 16, channel = threadIdx.x % 16 * 4;
+#pragma unroll 1
+  for (int part = 0; part < kRowWarps; ++part) {
+    int const row = part * 16 + local;
+    float maximum = -INFINITY, total = 0.f;
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
+    for (int t = 0; t < TEAMS; ++t) maximum = fmaxf(maximum, shared.maxima[t][row]);
+    float4 sum[2] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      int const row = at.row(m, h);
-      if (row >= item.num_tokens * group) continue;
-      float sum = 0.f;
+    for (int t = 0; t < TEAMS; ++t) {
+      float const factor = share(shared.maxima[t][row], maximum);
+      total += shared.sums[t][row] * factor;
+      auto const* const from =
+          reinterpret_cast<float const*>(memory + shared.last_stage[t] * STAGE_BYTES +
+                                         (t * kRowWarps + part) * WARP_BYTES) +
+          local * kHeadSize;
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum += shared.sums[w][row];
-      int const column = at.part * COLUMNS + lane % 4 * 2;
-      if (piece < 0) {
-        float const factor = sum == 0.f ? 0.f : 1.f / sum;
-        int64_t const head =
-            int64_t{item.first_token + row / group} * p.num_heads + item.head * group + row % group;
-        auto* const to = static_cast<Bf16*>(p.out) + head * kHeadSize + column;
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n) {
-          *reinterpret_cast<uint32_t*>(to + 8 * n) =
-              pack_bf16(state.out[m][n][2 * h] * factor, state.out[m][n][2 * h + 1] * factor);
-        }
-      } else {
-        int64_t const index = workspace.row(blockIdx.x, piece, ROWS, row);
-        if (at.part == 0 && lane % 4 == 0) {
-          workspace.totals[index] = make_float2(state.maximum[m][h], sum);
-        }
-        float* const to = workspace.out + index * kHeadSize + column;
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n) {
-          *reinterpret_cast<float2*>(to + 8 * n) =
-              make_float2(state.out[m][n][2 * h], state.out[m][n][2 * h + 1]);
-        }
+      for (int i = 0; i < 2; ++i) {
+        axpy4(sum[i], load4(from + ((channel + 64 * i) ^ (local % 8 * 8))), factor);
       }
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) emit(row, channel + 64 * i, maximum, total, sum[i]);
+  }
+}
+
+// Ends the items of a block or cluster that takes them whole.
+template <class Cache>
+struct WholeItems {
+  PagedDecodeParams const& p;
+  Exchange* exchange;
+  int rank, blocks;
+  int round = 0;
+
+  __device__ void operator()(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory,
+                             int stage, State const& state) {
+    int const group = p.num_heads / p.num_kv_heads;
+    if (blocks == 1) {
+      merge_teams<Cache, 1>(shared, memory, stage, state,
+                            [&](int row, int channel, float, float total, float4 sum) {
+                              if (row >= group) return;
+                              write_row(p, at.first_token(), at.head(), row, channel, sum, total);
+                            });
+      __syncthreads();
+      return;
+    }
+    int const rows = MAX_CLUSTER / blocks;  // of a receiver
+    int const buffer = round % 2;
+    if (round++ == 0) cluster_wait();  // all blocks have started
+    merge_teams<Cache, 1>(
+        shared, memory, stage, state,
+        [&](int row, int channel, float maximum, float total, float4 sum) {
+          if (row >= group) return;
+          int const slot = rank * rows + row % rows;
+          auto* const out = &exchange->out[buffer][slot][channel];
+          store_remote(reinterpret_cast<float4*>(out), row / rows, sum);
+          if (channel == 0) {
+            store_remote(&exchange->totals[buffer][slot], row / rows, make_float2(maximum, total));
+          }
+        });
+    cluster_arrive();
+    cluster_wait();
+    for (int i = threadIdx.x; i < rows * (kHeadSize / 4); i += THREADS) {
+      int const local = i / (kHeadSize / 4), channel = i % (kHeadSize / 4) * 4;
+      int const row = rank * rows + local;
+      if (row >= group) break;
+      float2 const* const totals = exchange->totals[buffer];
+      float maximum = -INFINITY, total = 0.f;
+      for (int b = 0; b < blocks; ++b) maximum = fmaxf(maximum, totals[b * rows + local].x);
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+      for (int b = 0; b < blocks; ++b) {
+        int const slot = b * rows + local;
+        float const factor = share(totals[slot].x, maximum);
+        total += totals[slot].y * factor;
+        axpy4(sum, load4(&exchange->out[buffer][slot][channel]), factor);
+      }
+      write_row(p, at.first_token(), at.head(), row, channel, sum, total);
+    }
+  }
+};
+
+// Ends the segments of a block's equal share: writes whole items, leaves pieces in the workspace.
+template <class Cache, int kRowWarps>
+struct SharedItems {
+  PagedDecodeParams const& p;
+  Workspace const& workspace;
+  DecodeShares const& shares;
+  int32_t page;  // of the step, the segment's first
+  Split split{};
+
+  __device__ void operator()(DecodeCursor const& at, DecodeShared<kRowWarps>& shared,
+                             uint8_t* memory, int stage, State const& state) {
+    DecodeItem const& item = at.item();
+    bool const ends_here = at.end() == item.num_pages;
+    int const piece = at.first() > 0 ? 0 : ends_here ? -1 : 1;
+    int const rows = item.num_tokens * (p.num_heads / p.num_kv_heads);
+    merge_teams<Cache, kRowWarps>(
+        shared, memory, stage, state,
+        [&](int row, int channel, float maximum, float total, float4 sum) {
+          if (row >= rows) return;
+          if (piece < 0) {
+            write_row(p, item.first_token, item.head, row, channel, sum, total);
+          } else {
+            int64_t const index = workspace.row(blockIdx.x, piece, 16 * kRowWarps, row);
+            if (channel == 0) workspace.totals[index] = make_float2(maximum, total);
+            store4(workspace.out + index * kHeadSize + channel, sum);
+          }
+        });
+    if (piece == 1) {
+      int32_t const last_page = page + item.num_pages - 1;
+      split = {item.first_token, item.num_tokens, item.head, shares.block_of(last_page)};
+    }
+    page += at.end() - at.first();
+    __syncthreads();
+  }
+};
+
+// All segments of a schedule, which has been read: each team streams its slices through its stages and
+// its own softmax; only the end of a segment brings the block together.
+template <class Cache, int kRowWarps, class Schedule, class Finish>
+__device__ void attend_segments(PagedDecodeParams const& p, Schedule at, int rank, int blocks,
+                                uint8_t* memory, int stages, Finish& finish) {
+  using S = Shape<Cache, kRowWarps>;
+  using P = Products<Cache>;
+  auto& shared = *reinterpret_cast<DecodeShared<kRowWarps>*>(memory + stages * STAGE_BYTES);
+  Team const team(kRowWarps);
+  Queries q;
+  load_queries<Cache>(p, at, team, q);
+  Loader<Cache, kRowWarps, Schedule> loader(p, at, rank, blocks, shared_address(memory),
+                                            shared.slices);
+  for (int s = 0; s < stages; ++s) {
+    loader.load(s);
+    commit_copies();
+  }
+  int const group = p.num_heads / p.num_kv_heads;
+  int32_t token[2];  // of the item, to which the lane's rows belong
+  for (int h = 0; h < 2; ++h) {
+    token[h] = (team.row_warp * 16 + 8 * h + static_cast<int>(threadIdx.x) % 32 / 4) / group;
+  }
+  constexpr float kLog2E = 1.44269504088896341f;
+  float const scale_log2 =
+      p.softmax_scale * kLog2E * (p.kv_scale == nullptr ? 1.f : *p.kv_scale);
+  uint32_t const ring = shared_address(memory) + team.index * kRowWarps * WARP_BYTES;
+  State state;
+  state.clear();
+  for (int stage = 0;; stage = stage + 1 == stages ? 0 : stage + 1) {
+    wait_for_oldest(stages);
+    team_sync<kRowWarps>(team);
+    int32_t const slice = shared.slices[threadIdx.x / 32][stage];
+    int32_t const visible = slice & (LAST_SLICE - 1);
+    uint32_t const keys = ring + stage * STAGE_BYTES;
+#pragma unroll 1
+    for (int first = 0; first < min(visible, S::KEYS); first += P::KEYS) {
+      int32_t const last_token = visible - first - (at.num_tokens() - 1);
+      int32_t const limit[2] = {last_token + token[0], last_token + token[1]};
+      uint32_t const from = keys + first * P::CHUNKS * 16;
+      attend<Cache>(state, q, scale_log2, from, from + S::SLICE_BYTES, limit);
+    }
+    if ((slice & LAST_SLICE) != 0) {
+      finish(at, shared, memory, stage, state);
+      at.next();
+      if (at.done()) break;
+      load_queries<Cache>(p, at, team, q);
+      state.clear();
+    }
+    team_sync<kRowWarps>(team);  // the stage is free
+    loader.load(stage);
+    commit_copies();
   }
 }
 
@@ -249,7 +278,7 @@ __device__ void finish(PagedDecodeParams const& p, Workspace const& workspace,
 __device__ void clear_padding(PagedDecodeParams const& p) {
   int32_t const first = max(p.tokens.cu_query_lens[p.tokens.num_requests],
                             p.tokens.num_tokens - p.num_decode * p.q_len);
-  int64_t const per_token = int64_t{p.num_heads} * CHUNKS;
+  int64_t const per_token = int64_t{p.num_heads} * kHeadSize / 8;  // 16 bytes each
   auto* const out = static_cast<uint4*>(p.out);
   for (int64_t i = first * per_token + int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
        i < p.tokens.num_tokens * per_token; i += int64_t{gridDim.x} * blockDim.x) {
@@ -258,28 +287,46 @@ __device__ void clear_padding(PagedDecodeParams const& p) {
 }
 
 // A selection's pages may lie anywhere in the row of the table.
-__device__ void prefetch_table(PagedDecodeParams const& p, DecodeItem const& item) {
-  if (p.block_ids == nullptr) return;
-  int32_t const* const row = p.tokens.block_offsets + int64_t{item.request} * p.tokens.max_pages;
-  int32_t const end = min(p.tokens.max_pages, (item.length + kBlockSize - 1) / kBlockSize);
-  for (int32_t i = threadIdx.x * 32; i < end; i += blockDim.x * 32) {
+__device__ void prefetch_table(PagedDecodeParams const& p, int32_t request, int32_t length) {
+  int32_t const* const row = p.tokens.block_offsets + int64_t{request} * p.tokens.max_pages;
+  int32_t const end = min(p.tokens.max_pages, (length + kBlockSize - 1) / kBlockSize);
+  for (int32_t i = threadIdx.x * 32; i < end; i += THREADS * 32) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));
   }
 }
 
+// Selections, an item a cluster. Grid: clusters in rounds over the items.
+template <class Cache>
+__global__ void __launch_bounds__(THREADS, 1)
+    selected_decode_kernel(__grid_constant__ PagedDecodeParams const p, int stages) {
+  extern __shared__ __align__(128) uint8_t memory[];
+  let_next_kernel_start();
+  int const blocks = cluster_size(), rank = cluster_rank();
+  if (blocks > 1) cluster_arrive();
+  auto* const exchange = reinterpret_cast<Exchange*>(memory + stages * STAGE_BYTES +
+                                                     sizeof(DecodeShared<1>));
+  ItemRounds at(p, static_cast<int32_t>(blockIdx.x) / blocks,
+                static_cast<int32_t>(gridDim.x) / blocks);
+  at.read();
+  ItemRounds ahead = at;
+  ahead.resolve();
+  prefetch_table(p, ahead.request(), ahead.length());
+  // So far only inputs of the step were read, from here on results of its kernels.
+  wait_for_previous_kernel();
+  WholeItems<Cache> finish{p, exchange, rank, blocks};
+  attend_segments<Cache, 1>(p, at, rank, blocks, memory, stages, finish);
+}
+
 // Grid: as many blocks as the GPU runs at once.
-template <int kMTiles>
-__global__ void __launch_bounds__(Shape<kMTiles>::THREADS, Shape<kMTiles>::BLOCKS_PER_SM)
+template <class Cache, int kRowWarps>
+__global__ void __launch_bounds__(THREADS, 1)
     decode_kernel(__grid_constant__ PagedDecodeParams const p, int group_tokens,
                   Workspace const workspace) {
-  using S = Shape<kMTiles>;
   extern __shared__ __align__(128) uint8_t memory[];
-  auto& shared = *reinterpret_cast<DecodeShared<kMTiles>*>(memory);
   let_next_kernel_start();
-
   int32_t const block = blockIdx.x;
   DecodeCursor cursor(p, group_tokens);
-  DecodeShares const shares(cursor.count_tiles(), gridDim.x);
+  DecodeShares const shares(cursor.count_pages(), gridDim.x);
   int32_t const begin = shares.begin(block);
   int32_t const count = shares.begin(block + 1) - begin;
   if (count == 0) {
@@ -288,69 +335,13 @@ __global__ void __launch_bounds__(Shape<kMTiles>::THREADS, Shape<kMTiles>::BLOCK
     clear_padding(p);
     return;
   }
-  cursor.seek(begin);
-  prefetch_table(p, cursor.item());
+  cursor.seek(begin, count);
+  if (p.block_ids != nullptr) prefetch_table(p, cursor.request(), cursor.length());
   // So far only inputs of the step were read, from here on results of its kernels.
   wait_for_previous_kernel();
-  Loader<kMTiles> loader(p, cursor, shared);
-  int32_t loaded = 0;
-#pragma unroll
-  for (int s = 0; s < S::STAGES - 1; ++s) {
-    if (loaded < count) {
-      loader.load(s);
-      if (++loaded < count) loader.advance();
-    }
-    commit_copies();
-  }
-  Split split{};
-
-  constexpr int M = S::WARP_TILES;
-  Place<kMTiles> const place;
-  int const group = p.num_heads / p.num_kv_heads;
-  int token[M][2];
-#pragma unroll
-  for (int m = 0; m < M; ++m) {
-    for (int h = 0; h < 2; ++h) token[m][h] = place.row(m, h) / group;
-  }
-  constexpr float kLog2E = 1.44269504088896341f;
-  float const scale_log2 = p.softmax_scale * kLog2E;
-  State<kMTiles> state;
-  state.clear();
-  bool began_here = cursor.tile() == 0;
-  int q_slot = 0, stage = 0, free_stage = S::STAGES - 1;
-  for (int32_t i = 0; i < count; ++i) {
-    wait_copies<S::STAGES - 2>();
-    __syncthreads();  // tile i is here; every warp is done with tile i - 1, whose stage is free
-    if (loaded < count) {
-      loader.load(free_stage);
-      if (++loaded < count) loader.advance();
-    }
-    commit_copies();
-    DecodeItem const& item = cursor.item();
-    int32_t const remaining = shared.remaining[stage];
-    if (remaining > 0) {
-      float s[M][2][4];
-      int32_t const limit = remaining - (item.num_tokens - 1);  // of the item's first token
-      score_tile<kMTiles>(shared, stage, q_slot, scale_log2, limit, limit < TILE, token, s);
-      weigh_tile<kMTiles>(shared, s, state);
-      sum_tile<kMTiles>(shared, stage, state);
-    }
-    bool const ends_here = cursor.tile() + 1 == item.num_tiles;
-    if (ends_here || i + 1 == count) {
-      int const piece = !began_here ? 0 : ends_here ? -1 : 1;
-      finish<kMTiles>(p, workspace, shared, item, piece, state);
-      if (piece == 1) {
-        int32_t const last_tile = begin + i - cursor.tile() + item.num_tiles - 1;
-        split = {item.first_token, item.num_tokens, item.head, shares.block_of(last_tile)};
-      }
-      state.clear();
-      began_here = true;
-    }
-    if (i + 1 < count && cursor.advance()) q_slot = q_slot + 1 == S::STAGES ? 0 : q_slot + 1;
-    stage = stage + 1 == S::STAGES ? 0 : stage + 1;
-    free_stage = free_stage + 1 == S::STAGES ? 0 : free_stage + 1;
-  }
-  if (threadIdx.x == 0) workspace.splits[block] = split;
+  SharedItems<Cache, kRowWarps> finish{p, workspace, shares, begin};
+  attend_segments<Cache, kRowWarps>(p, cursor, 0, 1, memory, MAX_STAGES, finish);
+  if (threadIdx.x == 0) workspace.splits[block] = finish.split;
   clear_padding(p);
 }
 
@@ -390,7 +381,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS * MERGE_ROWS)
     }
 #pragma unroll
     for (int j = 0; j < DEPTH; ++j) {
-      float const factor = exp2f(piece[j].x - base);
+      float const factor = exp2_flushed(piece[j].x - base);
       total += piece[j].y * factor;
       axpy4(sum, out[j], factor);
     }
@@ -404,44 +395,54 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS * MERGE_ROWS)
   if (part == 1 || !valid) return;
   axpy4(sum, sums[local_row][lane], 1.f);
   total += totals[local_row];
-  int64_t const head =
-      int64_t{split.first_token + row / group} * p.num_heads + split.head * group + row % group;
-  float const factor = total == 0.f ? 0.f : 1.f / total;
-  store4(static_cast<Bf16*>(p.out) + head * kHeadSize + 4 * lane, sum * factor);
+  write_row(p, split.first_token, split.head, row, 4 * lane, sum, total);
 }
 
-// Tiles of 16 query rows that an item gets, and the tokens that fit into them. A selection belongs
-// to one token, so its items have one.
+// Warps of 16 query rows that an item gets, and the tokens that fit into them. A selection belongs to
+// one token, so its items have one.
 struct Tiling {
-  int m_tiles, tokens;
+  int row_warps, tokens;
 };
 Tiling tiling_of(int32_t num_heads, int32_t num_kv_heads, int32_t q_len, bool has_block_ids) {
   int const group = num_heads / num_kv_heads;
   int const wanted = has_block_ids ? group : group * q_len;
-  int const m_tiles = wanted <= 16 ? 1 : wanted <= 32 ? 2 : 4;
-  return {m_tiles, has_block_ids ? 1 : std::max(1, std::min(q_len, 16 * m_tiles / group))};
+  int const row_warps = wanted <= 16 ? 1 : wanted <= 32 ? 2 : 4;
+  return {row_warps, has_block_ids ? 1 : std::max(1, std::min(q_len, 16 * row_warps / group))};
 }
 
-template <int kMTiles>
-cudaError_t launch(PagedDecodeParams const& p, int group_tokens, void* memory,
-                   cudaStream_t stream) {
-  using S = Shape<kMTiles>;
-  constexpr int SHARED = sizeof(DecodeShared<kMTiles>);
-  int device = 0, processors = 0;
-  cudaError_t status = cudaGetDevice(&device);
+struct Device {
+  int processors, major;
+};
+cudaError_t current(Device& device) {
+  int id = 0;
+  cudaError_t status = cudaGetDevice(&id);
   if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  status = cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, id);
   if (status != cudaSuccess) return status;
-  auto* const kernel = decode_kernel<kMTiles>;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+  return cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, id);
+}
+
+template <class Kernel>
+cudaError_t allow_shared(Kernel* kernel, size_t bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(bytes));
+}
+
+template <class Cache, int kRowWarps>
+cudaError_t launch_shares(PagedDecodeParams const& p, int group_tokens, Device const& device,
+                          void* memory, cudaStream_t stream) {
+  using S = Shape<Cache, kRowWarps>;
+  constexpr size_t SHARED = MAX_STAGES * STAGE_BYTES + sizeof(DecodeShared<kRowWarps>);
+  auto* const kernel = decode_kernel<Cache, kRowWarps>;
+  cudaError_t status = allow_shared(kernel, SHARED);
   if (status != cudaSuccess) return status;
-  int const blocks = std::min(processors * S::BLOCKS_PER_SM, MAX_BLOCKS);
+  int const blocks = std::min(device.processors, MAX_BLOCKS);
   Workspace const workspace = carve(memory, S::ROWS);
   // The merge runs under the same division of L1: changing it would empty the processors first.
   status = cudaFuncSetAttribute(merge_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                 cudaSharedmemCarveoutMaxShared);
   if (status != cudaSuccess) return status;
-  status = launch_behind(kernel, dim3(blocks), dim3(S::THREADS), SHARED, stream, p, group_tokens,
+  status = launch_behind(kernel, dim3(blocks), dim3(THREADS), SHARED, stream, p, group_tokens,
                          workspace);
   if (status != cudaSuccess) return status;
   int const rows = p.num_heads / p.num_kv_heads * group_tokens;
@@ -450,23 +451,110 @@ cudaError_t launch(PagedDecodeParams const& p, int group_tokens, void* memory,
       dim3(32 * MERGE_WARPS * MERGE_ROWS), 0, stream, p, static_cast<int>(S::ROWS), workspace);
 }
 
-}  // namespace
+// How a selection's items are laid over the GPU.
+struct Rounds {
+  int cluster;   // blocks of an item
+  int clusters;  // at once
+};
 
-DecodeView view_of_pages(void const* kv_cache, int32_t num_kv_heads) {
-  int64_t const token = int64_t{num_kv_heads} * kHeadSize;
-  auto const* const keys = static_cast<Bf16 const*>(kv_cache);
-  return {keys, keys + kBlockSize * token, 2 * kBlockSize * token, kHeadSize, token, 1, 0};
+// The cluster with the shortest rounds: pages of a block, and a page's time for joining. Clusters of
+// four and more stay within groups of 16 processors.
+Rounds rounds_of(int items, int top_k, int processors) {
+  Rounds best{};
+  int64_t best_cost = 0;
+  for (int cluster = 1; cluster <= MAX_CLUSTER; cluster *= 2) {
+    int const at_once =
+        std::max(1, cluster < 4 ? processors / cluster : processors / 16 * 16 / cluster);
+    int64_t const rounds = ceil_div(items, at_once);
+    int64_t const pages = ceil_div(top_k, cluster) + (cluster > 1 ? 1 : 0);
+    int64_t const cost = rounds * (2 * pages + 1);
+    if (best.cluster == 0 || cost < best_cost) {
+      best = {cluster, static_cast<int>(ceil_div(items, rounds))};
+      best_cost = cost;
+    }
+  }
+  return best;
 }
 
-DecodeView view_of_virtual_pages(void const* kv_cache, int32_t num_kv_heads) {
+template <class Cache>
+cudaError_t launch_rounds(PagedDecodeParams const& p, Device const& device, cudaStream_t stream) {
+  auto* const kernel = selected_decode_kernel<Cache>;
+  Rounds const rounds =
+      rounds_of(p.num_decode * p.q_len * p.num_kv_heads, p.top_k, device.processors);
+  // No more shared memory than one block's pages take: the next kernel's blocks may then come early.
+  constexpr int PAGES = Shape<Cache, 1>::PAGES;
+  bool const is_single = rounds.clusters * rounds.cluster >= p.num_decode * p.q_len *
+                                                                 p.num_kv_heads * rounds.cluster;
+  int const stages = is_single ? std::min<int>(MAX_STAGES, static_cast<int>(ceil_div(
+                                                   p.top_k, PAGES * rounds.cluster)))
+                               : MAX_STAGES;
+  size_t const shared = stages * STAGE_BYTES + sizeof(DecodeShared<1>) +
+                        (rounds.cluster > 1 ? sizeof(Exchange) : 0);
+  cudaError_t status = allow_shared(kernel, shared);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (status != cudaSuccess) return status;
+  return launch_clusters_behind(kernel, rounds.cluster, dim3(rounds.clusters * rounds.cluster),
+                                dim3(THREADS), shared, stream, p, stages);
+}
+
+template <class Cache>
+cudaError_t launch(PagedDecodeParams const& p, void* workspace, cudaStream_t stream) {
+  Device device{};
+  cudaError_t status = current(device);
+  if (status != cudaSuccess) return status;
+  if (p.block_ids != nullptr) {
+    cudaFuncAttributes compiled;
+    status = cudaFuncGetAttributes(&compiled, selected_decode_kernel<Cache>);
+    if (status != cudaSuccess) return status;
+    if (device.major >= 9 && compiled.ptxVersion >= 90) {
+      return launch_rounds<Cache>(p, device, stream);
+    }
+  }
+  Tiling const tiling = tiling_of(p.num_heads, p.num_kv_heads, p.q_len, p.block_ids != nullptr);
+  switch (tiling.row_warps) {
+    case 1:
+      return launch_shares<Cache, 1>(p, tiling.tokens, device, workspace, stream);
+    case 2:
+      return launch_shares<Cache, 2>(p, tiling.tokens, device, workspace, stream);
+    default:
+      return launch_shares<Cache, 4>(p, tiling.tokens, device, workspace, stream);
+  }
+}
+
+// The first key's address is that of its page's first byte, values lie half a page behind.
+DecodeView view_of(void const* kv_cache, int32_t num_kv_heads, Type type) {
   int64_t const token = int64_t{num_kv_heads} * kHeadSize;
-  auto const* const keys = static_cast<Bf16 const*>(kv_cache);
-  return {keys, keys + kBlockSize * token, kHeadSize, 0, token, 2 * kBlockSize * num_kv_heads, 1};
+  int64_t const bytes = type == Type::kFloat8E4m3 ? 1 : 2;
+  DecodeView view{};
+  view.keys = kv_cache;
+  view.values = static_cast<char const*>(kv_cache) + kBlockSize * token * bytes;
+  view.token_stride = token;
+  view.type = type;
+  return view;
+}
+
+}  // namespace
+
+DecodeView view_of_pages(void const* kv_cache, int32_t num_kv_heads, Type type) {
+  DecodeView view = view_of(kv_cache, num_kv_heads, type);
+  view.page_stride = 2 * kBlockSize * view.token_stride;
+  view.head_stride = kHeadSize;
+  view.ids_per_page = 1;
+  return view;
+}
+
+DecodeView view_of_virtual_pages(void const* kv_cache, int32_t num_kv_heads, Type type) {
+  DecodeView view = view_of(kv_cache, num_kv_heads, type);
+  view.page_stride = kHeadSize;
+  view.ids_per_page = 2 * kBlockSize * num_kv_heads;
+  view.ids_per_head = 1;
+  return view;
 }
 
 size_t paged_decode_workspace(int32_t num_heads, int32_t num_kv_heads, int32_t q_len,
                               bool has_block_ids) {
-  int64_t const rows = 16 * tiling_of(num_heads, num_kv_heads, q_len, has_block_ids).m_tiles;
+  int64_t const rows = 16 * tiling_of(num_heads, num_kv_heads, q_len, has_block_ids).row_warps;
   return MAX_BLOCKS * (2 * rows * (kHeadSize * sizeof(float) + sizeof(float2)) + sizeof(Split));
 }
 
@@ -476,14 +564,13 @@ cudaError_t launch_paged_decode(PagedDecodeParams const& p, void* workspace, cud
       p.q_len > kMaxDecodeLength || p.top_k > kMaxSelectedBlocks) {
     return cudaErrorInvalidValue;
   }
-  Tiling const tiling = tiling_of(p.num_heads, p.num_kv_heads, p.q_len, p.block_ids != nullptr);
-  switch (tiling.m_tiles) {
-    case 1:
-      return launch<1>(p, tiling.tokens, workspace, stream);
-    case 2:
-      return launch<2>(p, tiling.tokens, workspace, stream);
+  switch (p.view.type) {
+    case Type::kBfloat16:
+      return launch<Bf16>(p, workspace, stream);
+    case Type::kFloat8E4m3:
+      return launch<E4m3>(p, workspace, stream);
     default:
-      return launch<4>(p, tiling.tokens, workspace, stream);
+      return cudaErrorInvalidValue;
   }
 }
 

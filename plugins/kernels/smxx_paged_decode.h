@@ -3,10 +3,11 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/packed_tokens.h"
+#include "kernels/types.h"
 
 namespace m3::kernels {
 
-// Strided view of a bf16 pool, in elements: key t of page `id` and KV head h starts at
+// Strided view of a bf16 or e4m3 pool, in elements: key t of page `id` and KV head h starts at
 // keys + id * page_stride + h * head_stride + t * token_stride.
 struct DecodeView {
   void const* keys;
@@ -16,16 +17,18 @@ struct DecodeView {
   int64_t token_stride;
   int32_t ids_per_page;  // id = page * ids_per_page + h * ids_per_head
   int32_t ids_per_head;
+  Type type;  // of the elements
 };
 
 // A [P, 2, B, Hkv, D] pool as pages of all heads, id = page.
-DecodeView view_of_pages(void const* kv_cache, int32_t num_kv_heads);
+DecodeView view_of_pages(void const* kv_cache, int32_t num_kv_heads, Type type);
 // The same pool as single-head virtual pages: page stride D, id = page * 2 * B * Hkv + h.
-DecodeView view_of_virtual_pages(void const* kv_cache, int32_t num_kv_heads);
+DecodeView view_of_virtual_pages(void const* kv_cache, int32_t num_kv_heads, Type type);
 
 struct PagedDecodeParams {  // shapes: N tokens, D = 128
   PackedTokens tokens;
   DecodeView view;
+  float const* kv_scale;     // [1] when the pool is e4m3: real = stored * scale; else null
   void const* q;             // bf16 [N, Hq, D]
   int32_t const* block_ids;  // [Hkv, N, top_k] logical blocks, -1 anywhere is skipped; null: all
   void* out;                 // bf16 [N, Hq * D]; zero for padding
@@ -44,8 +47,9 @@ constexpr int kMaxSelectedBlocks = 32;
 size_t paged_decode_workspace(int32_t num_heads, int32_t num_kv_heads, int32_t q_len,
                               bool has_block_ids);
 
-// Causal attention of the decode rows. The context is split over the whole GPU on the device, from
-// sequence_length, whatever it was when the launch was captured.
+// Causal attention of the decode rows. Nothing depends on sequence_length at the launch. A context is
+// split over the whole GPU on the device. A selection is split, from sm_90 on, over a cluster whose
+// size follows from the number of decode rows and KV heads.
 cudaError_t launch_paged_decode(PagedDecodeParams const& p, void* workspace, cudaStream_t stream);
 
 }  // namespace m3::kernels

@@ -1,0 +1,248 @@
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "kernels/mma_sync.cuh"
+#include "kernels/packed_tokens.h"
+
+// The products of the decode kernel for one warp: 16 query rows with a few keys in shared memory,
+// for each type of cache.
+namespace m3::kernels::paged_decode {
+
+using Bf16 = __nv_bfloat16;
+using E4m3 = __nv_fp8_e4m3;
+
+// Query rows of a warp as fragments of products over 16 channels. An e4m3 cache takes fp16 products:
+// the rows are then scaled by a power of two, which `scale` takes back.
+struct Queries {
+  uint32_t fragment[kHeadSize / 16][4];
+  float scale[2];  // of rows lane / 4 and lane / 4 + 8
+};
+
+// `row[h]`: first channel of the row, null for a row of zeros.
+template <class Cache>
+struct Products;
+
+template <>
+struct Products<Bf16> {
+  static constexpr int KEYS = 16;                   // that a warp takes at once
+  static constexpr int CHUNKS = kHeadSize * 2 / 16;  // 16-byte chunks of a key
+  static constexpr float WEIGHT_SHIFT = 0.f;
+
+  __device__ static void load(Queries& q, Bf16 const* const (&row)[2]) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < kHeadSize / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        auto const* const from = row[i % 2] + 16 * step + i / 2 * 8 + lane % 4 * 2;
+        q.fragment[step][i] =
+            row[i % 2] == nullptr ? 0 : *reinterpret_cast<uint32_t const*>(from);
+      }
+    }
+    q.scale[0] = q.scale[1] = 1.f;
+  }
+
+  __device__ static void score(float (&s)[KEYS / 8][4], Queries const& q, uint32_t keys) {
+    int const lane = threadIdx.x % 32;
+    int const key = lane % 8 + lane / 16 * 8;
+    float odd[KEYS / 8][4] = {};  // two shorter chains of products
+#pragma unroll
+    for (int step = 0; step < kHeadSize / 16; ++step) {
+      uint32_t b[4];
+      load_matrices(b, keys + swizzled<CHUNKS>(key, 2 * step + lane / 8 % 2));
+      multiply_add(step % 2 == 0 ? s[0] : odd[0], q.fragment[step], b[0], b[1]);
+      multiply_add(step % 2 == 0 ? s[1] : odd[1], q.fragment[step], b[2], b[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s[i / 4][i % 4] += odd[i / 4][i % 4];
+  }
+
+  __device__ static uint32_t pack(float low, float high) { return pack_bf16(low, high); }
+
+  __device__ static void sum(float (&out)[kHeadSize / 8][4], uint32_t const (&weights)[1][4],
+                             uint32_t values) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 16; ++n) {
+      uint32_t b[4];
+      load_matrices_transposed(b, values + swizzled<CHUNKS>(lane % 16, 2 * n + lane / 16));
+      multiply_add(out[2 * n], weights[0], b[0], b[1]);
+      multiply_add(out[2 * n + 1], weights[0], b[2], b[3]);
+    }
+  }
+
+  // The lane's results of row h for 16 channels n: pairs at `channel` and `channel` + 8.
+  __device__ static void store(float* row, int swizzle, int n, int h,
+                               float const (&out)[kHeadSize / 8][4]) {
+    int const channel = 16 * n + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<float2*>(row + ((channel + 8 * i) ^ swizzle)) =
+          make_float2(out[2 * n + i][2 * h], out[2 * n + i][2 * h + 1]);
+    }
+  }
+};
+
+// Two neighbouring e4m3 values as fp16, exactly.
+__device__ inline uint32_t widen(uint32_t pair) {
+  __half2_raw const wide =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+  return reinterpret_cast<uint32_t const&>(wide);
+}
+
+// A product's channels and keys may come in any order: lane j of four has channels 4 j .. 4 j + 3 of
+// the queries and keys.
+template <>
+struct Products<E4m3> {
+  static constexpr int KEYS = 32;
+  static constexpr int CHUNKS = kHeadSize / 16;
+  static constexpr float WEIGHT_SHIFT = 14.f;  // fp16 then keeps weights down to 2^-38
+
+  __device__ static void load(Queries& q, Bf16 const* const (&row)[2]) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint2 bits[kHeadSize / 16];
+      float largest = 0.f;
+#pragma unroll
+      for (int step = 0; step < kHeadSize / 16; ++step) {
+        auto const* const from = row[h] + 16 * step + lane % 4 * 4;
+        bits[step] =
+            row[h] == nullptr ? make_uint2(0, 0) : *reinterpret_cast<uint2 const*>(from);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(value(bits[step], i)));
+      }
+      // The largest value's exponent becomes 13.
+      uint32_t const exponent = max(__float_as_uint(row_max(largest)) >> 23, 14u);
+      float const up = __uint_as_float((267 - exponent) << 23);
+      q.scale[h] = __uint_as_float((exponent - 13) << 23);
+#pragma unroll
+      for (int step = 0; step < kHeadSize / 16; ++step) {
+        q.fragment[step][h] = pack_half(value(bits[step], 0) * up, value(bits[step], 1) * up);
+        q.fragment[step][2 + h] = pack_half(value(bits[step], 2) * up, value(bits[step], 3) * up);
+      }
+    }
+  }
+
+  __device__ static void score(float (&s)[KEYS / 8][4], Queries const& q, uint32_t keys) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < kHeadSize / 16; ++step) {
+      uint32_t b[4];
+      load_matrices(b, keys + swizzled<CHUNKS>(lane, step));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        multiply_add_half(s[n], q.fragment[step], widen(b[n] & 0xffff), widen(b[n] >> 16));
+      }
+    }
+  }
+
+  __device__ static uint32_t pack(float low, float high) { return pack_half(low, high); }
+
+  __device__ static void sum(float (&out)[kHeadSize / 8][4], uint32_t const (&weights)[2][4],
+                             uint32_t values) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 16; ++n) {
+      uint32_t b[4];
+      load_matrices_transposed(b, values + swizzled<CHUNKS>(lane, n));
+      // Two channels of two keys: the even channel's keys first.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i] = __byte_perm(b[i], 0, 0x3120);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        multiply_add_half(out[2 * n], weights[k], widen(b[2 * k] & 0xffff),
+                          widen(b[2 * k + 1] & 0xffff));
+        multiply_add_half(out[2 * n + 1], weights[k], widen(b[2 * k] >> 16),
+                          widen(b[2 * k + 1] >> 16));
+      }
+    }
+  }
+
+  __device__ static void store(float* row, int swizzle, int n, int h,
+                               float const (&out)[kHeadSize / 8][4]) {
+    int const channel = 16 * n + threadIdx.x % 4 * 4;
+    *reinterpret_cast<float4*>(row + (channel ^ swizzle)) =
+        make_float4(out[2 * n][2 * h], out[2 * n + 1][2 * h], out[2 * n][2 * h + 1],
+                    out[2 * n + 1][2 * h + 1]);
+  }
+
+ private:
+  __device__ static float value(uint2 bits, int i) {
+    uint32_t const pair = i < 2 ? bits.x : bits.y;
+    return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+  }
+};
+
+// The softmax of a warp's rows so far. Sums of weights are of the lane's keys alone.
+struct State {
+  float maximum[2];  // of the base-2 exponent
+  float sum[2];
+  float out[kHeadSize / 8][4];
+
+  __device__ void clear() {
+    maximum[0] = maximum[1] = -INFINITY;
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int n = 0; n < kHeadSize / 8; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
+  }
+};
+
+// Adds KEYS keys and values. Row h of the lane sees the first `limit[h]` of them.
+template <class Cache>
+__device__ void attend(State& state, Queries const& q, float scale_log2, uint32_t keys,
+                       uint32_t values, int32_t const (&limit)[2]) {
+  using P = Products<Cache>;
+  float s[P::KEYS / 8][4] = {};
+  P::score(s, q, keys);
+  int const first_key = threadIdx.x % 4 * 2;
+  bool const masked = min(limit[0], limit[1]) < P::KEYS;
+  float maximum[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float const scale = scale_log2 * q.scale[h];
+    float largest = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < P::KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& x = s[n][2 * h + i];
+        x *= scale;
+        if (masked && 8 * n + first_key + i >= limit[h]) x = -INFINITY;
+        largest = fmaxf(largest, x);
+      }
+    }
+    maximum[h] = fmaxf(state.maximum[h], row_max(largest));
+  }
+  if (__any_sync(~0u, maximum[0] > state.maximum[0] || maximum[1] > state.maximum[1])) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // With every score at -inf so far, -inf - -inf would be NaN.
+      float const decay =
+          maximum[h] == -INFINITY ? 0.f : exp2_flushed(state.maximum[h] - maximum[h]);
+      state.maximum[h] = maximum[h];
+      state.sum[h] *= decay;
+#pragma unroll
+      for (int n = 0; n < kHeadSize / 8; ++n) {
+        state.out[n][2 * h] *= decay;
+        state.out[n][2 * h + 1] *= decay;
+      }
+    }
+  }
+  uint32_t weights[P::KEYS / 16][4];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float const base = (maximum[h] == -INFINITY ? 0.f : maximum[h]) - P::WEIGHT_SHIFT;
+#pragma unroll
+    for (int n = 0; n < P::KEYS / 8; ++n) {
+      float const low = exp2_flushed(s[n][2 * h] - base);
+      float const high = exp2_flushed(s[n][2 * h + 1] - base);
+      state.sum[h] += low + high;
+      weights[n / 2][n % 2 * 2 + h] = P::pack(low, high);
+    }
+  }
+  P::sum(state.out, weights, values);
+}
+
+}  // namespace m3::kernels::paged_decode
