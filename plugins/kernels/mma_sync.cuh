@@ -41,6 +41,11 @@ __device__ inline void wait_for_oldest(int groups) {
   }
 }
 
+// 16 bytes of zeros.
+__device__ inline void store_zeros(uint32_t to) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};\n" ::"r"(to), "r"(0) : "memory");
+}
+
 // Four 8 x 8 matrices; lane i gives the address of a row of 16 bytes.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"

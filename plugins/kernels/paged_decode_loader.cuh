@@ -1,9 +1,10 @@
 #pragma once
 
+#include "kernels/bulk_copy.cuh"
 #include "kernels/paged_decode_math.cuh"
 #include "kernels/paged_decode_schedule.cuh"
 
-// The decode kernel's shared memory and how keys and values get there.
+// The decode kernel's shared memory and how queries, keys and values get there.
 namespace m3::kernels::paged_decode {
 
 constexpr int WARPS = 8;
@@ -14,7 +15,7 @@ constexpr int STAGE_BYTES = WARPS * WARP_BYTES;
 static_assert(WARP_BYTES == 16 * kHeadSize * sizeof(float));
 
 // kRowWarps tiles of 16 query rows (row = token of the item * group + query head of the KV head), one
-// a warp of a team. A team takes one slice of every page, on its own through its own ring of stages.
+// a warp of a team. A team takes slices of the pages, on its own through its own ring of stages.
 template <class Cache, int kRowWarps>
 struct Shape {
   static constexpr int ROWS = 16 * kRowWarps;
@@ -22,17 +23,25 @@ struct Shape {
   static constexpr int TEAM_THREADS = 32 * kRowWarps;
   static constexpr int KEYS = Products<Cache>::KEYS * kRowWarps;  // of a slice
   static constexpr int SLICES = kBlockSize / KEYS;                // of a page
-  static constexpr int PAGES = TEAMS / SLICES;                    // at once
   static constexpr int SLICE_BYTES = KEYS * Products<Cache>::CHUNKS * 16;
-  static_assert(2 * SLICE_BYTES == kRowWarps * WARP_BYTES && PAGES >= 1);
+  static_assert(2 * SLICE_BYTES == kRowWarps * WARP_BYTES);
+};
+
+// What a lane of tensor maps needs to know: the view's keys and values as tensors of three
+// dimensions, channels and heads of a key, keys of a page, ids.
+struct BulkMaps {
+  CUtensorMap keys, values;
 };
 
 // The dynamic shared memory holds the stages, then this.
 template <int kRowWarps>
 struct alignas(128) DecodeShared {
   static constexpr int TEAMS = WARPS / kRowWarps;
+  uint8_t queries[16 * kRowWarps * kHeadSize * 2];
   float maxima[TEAMS][16 * kRowWarps];
   float sums[TEAMS][16 * kRowWarps];
+  int2 pages[WARPS][32];  // of a chunk: page, and keys from its first on that the item sees
+  uint64_t arrived[TEAMS][MAX_STAGES];
   int32_t last_stage[TEAMS];
   // Keys from the slice's first on that the item's last token sees; LAST_SLICE when it ends a segment.
   int32_t slices[WARPS][MAX_STAGES];
@@ -58,64 +67,69 @@ __device__ void team_sync(Team const& team) {
 }
 
 // Brings a team's slices into its stages, ahead of their use. All its warps keep the same state.
-template <class Cache, int kRowWarps, class Schedule>
+template <class Cache, int kRowWarps, bool kSelected, bool kBulk, class Schedule>
 class Loader {
   using S = Shape<Cache, kRowWarps>;
 
  public:
   // `schedule` was read; of `blocks` that share a segment's pages this is number `rank`.
-  __device__ Loader(PagedDecodeParams const& p, Schedule const& schedule, int rank, int blocks,
-                    uint32_t stages, int32_t (&slices)[WARPS][MAX_STAGES])
+  __device__ Loader(PagedDecodeParams const& p, BulkMaps const& maps, Schedule const& schedule,
+                    int rank, int blocks, uint32_t stages, DecodeShared<kRowWarps>& shared)
       : p_(p),
+        maps_(maps),
         ahead_(schedule),
         team_(kRowWarps),
         stages_(stages + team_.index * kRowWarps * WARP_BYTES),
-        slices_(slices[threadIdx.x / 32]),
-        part_(team_.index / S::SLICES * blocks + rank),
-        parts_mask_(S::PAGES * blocks - 1) {
+        arrived_(shared_address(shared.arrived[team_.index])),
+        list_(shared.pages[threadIdx.x / 32]),
+        slices_(shared.slices[threadIdx.x / 32]),
+        part_(team_.index * blocks + rank),
+        parts_(S::TEAMS * blocks) {
     base_ = ahead_.first();
     read_ids();
-    open_chunk();
   }
 
   // Starts the team's next slice on its way into a stage and notes what it is; an empty one ends a
-  // segment of which the team has none.
+  // segment of which the team has none (more).
   __device__ void load(int stage) {
-    if (is_spent_) {
-      do {
-        if (ahead_.done()) {
-          slices_[stage] = 0;
-          return;
-        }
-        open_chunk();
-      } while (is_spent_);
-    } else if (!is_resolved_) {
-      read_pages();  // the ids have had a slice's time to arrive
+    // The ids have had some slices' time to arrive, unless they are needed now.
+    if (kSelected && !is_resolved_ && (is_spent_ || ++age_ > MAX_STAGES)) read_pages();
+    while (is_spent_) {
+      if (ahead_.done()) {
+        slices_[stage] = 0;
+        return;
+      }
+      open_chunk();
     }
     int visible = 0;
-    if (unread_ != 0) {
-      int const at = __ffs(unread_) - 1;
-      unread_ &= unread_ - 1;
-      visible = min(kBlockSize, __shfl_sync(~0u, visible_, at));
-      copy(stage, __shfl_sync(~0u, pages_, at), visible);
+    if (next_ < end_) {
+      int2 const page = list_[next_ / S::SLICES];
+      int const slice = next_ % S::SLICES;
+      // The keys that a page lacks are those of its last slices.
+      visible = min(2 * kBlockSize, page.y - slice * S::KEYS);
+      next_ += parts_;
+      if (visible > 0) {
+        copy(stage, page.x, slice * S::KEYS, visible);
+      } else {
+        visible = 0;
+      }
     }
-    is_spent_ = unread_ == 0;
+    is_spent_ = next_ >= end_;
     slices_[stage] = visible | (is_spent_ && ends_segment_ ? LAST_SLICE : 0);
   }
 
  private:
-  __device__ bool is_selected() const { return p_.block_ids != nullptr; }
   __device__ static int lane() { return threadIdx.x % 32; }
-  __device__ int slice() const { return team_.index % S::SLICES; }
 
   // A chunk is up to 32 pages of a segment, one a lane; of a selection it is all. Its ids and pages
   // are read while the one before it is loaded.
   __device__ void read_ids() {
     is_resolved_ = false;
     if (ahead_.done()) return;
-    if (is_selected()) {
+    if constexpr (kSelected) {
       int64_t const row = int64_t{ahead_.head()} * p_.tokens.num_tokens + ahead_.first_token();
       next_ids_ = lane() < p_.top_k ? p_.block_ids[row * p_.top_k + lane()] : -1;
+      age_ = 0;
     } else {
       next_ids_ = base_ + lane();
       read_pages();
@@ -125,23 +139,31 @@ class Loader {
     is_resolved_ = true;
     if (ahead_.done()) return;
     ahead_.resolve();
-    bool const visible = next_ids_ >= 0 && next_ids_ <= (ahead_.length() - 1) / kBlockSize &&
-                         ahead_.length() > 0;
+    bool const visible = next_ids_ >= 0 &&
+                         next_ids_ < (ahead_.length() + kBlockSize - 1) / kBlockSize &&
+                         (kSelected || next_ids_ < ahead_.end());
     next_pages_ = visible ? page_of(p_.tokens, ahead_.request(), next_ids_) : -1;
   }
 
   __device__ void open_chunk() {
-    if (!is_resolved_) read_pages();
-    pages_ = next_pages_;
+    bool const exists = next_pages_ >= 0;
+    unsigned const existing = __ballot_sync(~0u, exists);
+    __syncwarp();  // the list has been read
+    if (exists) {
+      list_[__popc(existing & ((1u << lane()) - 1))] =
+          make_int2(next_pages_, ahead_.length() - next_ids_ * kBlockSize);
+    }
+    __syncwarp();
     head_ = ahead_.head();
-    visible_ = ahead_.length() - next_ids_ * kBlockSize - slice() * S::KEYS;
-    bool const exists = pages_ >= 0;
-    int const index = is_selected() ? __popc(__ballot_sync(~0u, exists) & ((1u << lane()) - 1))
-                                    : base_ + lane();
-    unread_ = __ballot_sync(~0u, exists && visible_ > 0 && index >= ahead_.first() &&
-                                     index < ahead_.end() && (index & parts_mask_) == part_);
-    ends_segment_ = is_selected() || base_ + 32 >= ahead_.end();
-    is_spent_ = unread_ == 0 && !ends_segment_;
+    int const count = __popc(existing);
+    next_ = part_;
+    end_ = count * S::SLICES;
+    if constexpr (kSelected) {
+      next_ += ahead_.first() * S::SLICES;
+      end_ = min(count, ahead_.end()) * S::SLICES;
+    }
+    ends_segment_ = kSelected || base_ + 32 >= ahead_.end();
+    is_spent_ = next_ >= end_ && !ends_segment_;
     if (ends_segment_) {
       ahead_.next();
       base_ = ahead_.first();
@@ -152,42 +174,61 @@ class Loader {
     read_ids();
   }
 
-  // Zeros behind the visible keys: what lies there may be NaN.
-  __device__ void copy(int stage, int32_t page, int visible) {
-    constexpr int CHUNKS = Products<Cache>::CHUNKS;
-    constexpr int STEP = S::TEAM_THREADS / CHUNKS;  // keys at once
-    int const row = team_.thread / CHUNKS, chunk = team_.thread % CHUNKS;
+  __device__ void copy(int stage, int32_t page, int key, int visible) {
     DecodeView const& view = p_.view;
-    int64_t const id = int64_t{page} * view.ids_per_page + head_ * view.ids_per_head;
-    int64_t const first = id * view.page_stride + head_ * view.head_stride +
-                          (slice() * S::KEYS + row) * view.token_stride +
-                          chunk * static_cast<int>(16 / sizeof(Cache));
-    auto const* const from_k = static_cast<Cache const*>(view.keys) + first;
-    auto const* const from_v = static_cast<Cache const*>(view.values) + first;
     uint32_t const to = stages_ + stage * STAGE_BYTES;
+    if constexpr (kBulk) {
+      if (team_.thread != 0) return;
+      uint32_t const arrived = arrived_ + stage * 8;
+      expect_bulk(arrived, 2 * S::SLICE_BYTES);
+      int const id = page * view.ids_per_page + head_ * view.ids_per_head;
+      int const channel = head_ * static_cast<int>(view.head_stride);
 #pragma unroll
-    for (int i = 0; i < S::KEYS / STEP; ++i) {
-      copy_async(to + swizzled<CHUNKS>(row + i * STEP, chunk), from_k + i * STEP * view.token_stride,
-                 row + i * STEP < visible);
-    }
+      for (int c = 0; c < Products<Cache>::CHUNKS / 8; ++c) {
+        copy_bulk(to + c * S::KEYS * 128, &maps_.keys, arrived, channel + 64 * c, key, id);
+      }
 #pragma unroll
-    for (int i = 0; i < S::KEYS / STEP; ++i) {
-      copy_async(to + S::SLICE_BYTES + swizzled<CHUNKS>(row + i * STEP, chunk),
-                 from_v + i * STEP * view.token_stride, row + i * STEP < visible);
+      for (int c = 0; c < Products<Cache>::CHUNKS / 8; ++c) {
+        copy_bulk(to + S::SLICE_BYTES + c * S::KEYS * 128, &maps_.values, arrived, channel + 64 * c,
+                  key, id);
+      }
+    } else {
+      constexpr int CHUNKS = Products<Cache>::CHUNKS;
+      constexpr int STEP = S::TEAM_THREADS / CHUNKS;  // keys at once
+      int const row = team_.thread / CHUNKS, chunk = team_.thread % CHUNKS;
+      int64_t const id = int64_t{page} * view.ids_per_page + head_ * view.ids_per_head;
+      int64_t const first = id * view.page_stride + head_ * view.head_stride +
+                            (key + row) * view.token_stride +
+                            chunk * static_cast<int>(16 / sizeof(Cache));
+      auto const* const from_k = static_cast<Cache const*>(view.keys) + first;
+      auto const* const from_v = static_cast<Cache const*>(view.values) + first;
+      // Zeros behind the visible keys: what lies there may be NaN.
+#pragma unroll
+      for (int i = 0; i < S::KEYS / STEP; ++i) {
+        copy_async(to + key_chunk(S::KEYS, row + i * STEP, chunk),
+                   from_k + i * STEP * view.token_stride, row + i * STEP < visible);
+      }
+#pragma unroll
+      for (int i = 0; i < S::KEYS / STEP; ++i) {
+        copy_async(to + S::SLICE_BYTES + key_chunk(S::KEYS, row + i * STEP, chunk),
+                   from_v + i * STEP * view.token_stride, row + i * STEP < visible);
+      }
     }
   }
 
   PagedDecodeParams const& p_;
+  BulkMaps const& maps_;
   Schedule ahead_;  // at the segment of the next chunk
   Team team_;
-  uint32_t stages_;
+  uint32_t stages_, arrived_;
+  int2* list_;
   int32_t* slices_;
-  int part_, parts_mask_;  // the team takes every page `part_` of them
-  int32_t base_;           // of the next chunk
+  int part_, parts_;  // the team takes every slice `part_` of them
+  int32_t base_;      // of the next chunk
   int32_t next_ids_ = -1, next_pages_ = -1;
   bool is_resolved_ = false;
-  int32_t pages_ = -1, visible_ = 0, head_ = 0;
-  unsigned unread_ = 0;
+  int age_ = 0;  // slices since the ids were read
+  int32_t head_ = 0, next_ = 0, end_ = 0;
   bool ends_segment_ = false, is_spent_ = true;
 };
 

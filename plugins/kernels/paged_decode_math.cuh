@@ -12,6 +12,12 @@ namespace m3::kernels::paged_decode {
 using Bf16 = __nv_bfloat16;
 using E4m3 = __nv_fp8_e4m3;
 
+// Byte offset of 16-byte chunk `chunk` of a key in a slice of `rows` keys: columns of 128 bytes, in
+// which an exclusive or spreads the eight keys of a matrix over all banks.
+__device__ inline uint32_t key_chunk(int rows, int key, int chunk) {
+  return chunk / 8 * rows * 128 + swizzled<8>(key, chunk % 8);
+}
+
 // Query rows of a warp as fragments of products over 16 channels. An e4m3 cache takes fp16 products:
 // the rows are then scaled by a power of two, which `scale` takes back.
 struct Queries {
@@ -19,7 +25,6 @@ struct Queries {
   float scale[2];  // of rows lane / 4 and lane / 4 + 8
 };
 
-// `row[h]`: first channel of the row, null for a row of zeros.
 template <class Cache>
 struct Products;
 
@@ -29,28 +34,25 @@ struct Products<Bf16> {
   static constexpr int CHUNKS = kHeadSize * 2 / 16;  // 16-byte chunks of a key
   static constexpr float WEIGHT_SHIFT = 0.f;
 
-  __device__ static void load(Queries& q, Bf16 const* const (&row)[2]) {
+  // `rows` are 16 in shared memory, swizzled.
+  __device__ static void load(Queries& q, uint32_t rows) {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < kHeadSize / 16; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        auto const* const from = row[i % 2] + 16 * step + i / 2 * 8 + lane % 4 * 2;
-        q.fragment[step][i] =
-            row[i % 2] == nullptr ? 0 : *reinterpret_cast<uint32_t const*>(from);
-      }
+      load_matrices(q.fragment[step], rows + swizzled<16>(lane % 16, 2 * step + lane / 16));
     }
     q.scale[0] = q.scale[1] = 1.f;
   }
 
-  __device__ static void score(float (&s)[KEYS / 8][4], Queries const& q, uint32_t keys) {
+  // `keys` and `values`: KEYS of a slice of `rows`.
+  __device__ static void score(float (&s)[KEYS / 8][4], Queries const& q, uint32_t keys, int rows) {
     int const lane = threadIdx.x % 32;
     int const key = lane % 8 + lane / 16 * 8;
     float odd[KEYS / 8][4] = {};  // two shorter chains of products
 #pragma unroll
     for (int step = 0; step < kHeadSize / 16; ++step) {
       uint32_t b[4];
-      load_matrices(b, keys + swizzled<CHUNKS>(key, 2 * step + lane / 8 % 2));
+      load_matrices(b, keys + key_chunk(rows, key, 2 * step + lane / 8 % 2));
       multiply_add(step % 2 == 0 ? s[0] : odd[0], q.fragment[step], b[0], b[1]);
       multiply_add(step % 2 == 0 ? s[1] : odd[1], q.fragment[step], b[2], b[3]);
     }
@@ -61,12 +63,12 @@ struct Products<Bf16> {
   __device__ static uint32_t pack(float low, float high) { return pack_bf16(low, high); }
 
   __device__ static void sum(float (&out)[kHeadSize / 8][4], uint32_t const (&weights)[1][4],
-                             uint32_t values) {
+                             uint32_t values, int rows) {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < kHeadSize / 16; ++n) {
       uint32_t b[4];
-      load_matrices_transposed(b, values + swizzled<CHUNKS>(lane % 16, 2 * n + lane / 16));
+      load_matrices_transposed(b, values + key_chunk(rows, lane % 16, 2 * n + lane / 16));
       multiply_add(out[2 * n], weights[0], b[0], b[1]);
       multiply_add(out[2 * n + 1], weights[0], b[2], b[3]);
     }
@@ -99,7 +101,7 @@ struct Products<E4m3> {
   static constexpr int CHUNKS = kHeadSize / 16;
   static constexpr float WEIGHT_SHIFT = 14.f;  // fp16 then keeps weights down to 2^-38
 
-  __device__ static void load(Queries& q, Bf16 const* const (&row)[2]) {
+  __device__ static void load(Queries& q, uint32_t rows) {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -107,9 +109,8 @@ struct Products<E4m3> {
       float largest = 0.f;
 #pragma unroll
       for (int step = 0; step < kHeadSize / 16; ++step) {
-        auto const* const from = row[h] + 16 * step + lane % 4 * 4;
-        bits[step] =
-            row[h] == nullptr ? make_uint2(0, 0) : *reinterpret_cast<uint2 const*>(from);
+        uint32_t const chunk = swizzled<16>(lane / 4 + 8 * h, 2 * step + lane % 4 / 2);
+        bits[step] = load_8_bytes(rows + chunk + lane % 2 * 8);
 #pragma unroll
         for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(value(bits[step], i)));
       }
@@ -125,12 +126,12 @@ struct Products<E4m3> {
     }
   }
 
-  __device__ static void score(float (&s)[KEYS / 8][4], Queries const& q, uint32_t keys) {
+  __device__ static void score(float (&s)[KEYS / 8][4], Queries const& q, uint32_t keys, int rows) {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < kHeadSize / 16; ++step) {
       uint32_t b[4];
-      load_matrices(b, keys + swizzled<CHUNKS>(lane, step));
+      load_matrices(b, keys + key_chunk(rows, lane, step));
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         multiply_add_half(s[n], q.fragment[step], widen(b[n] & 0xffff), widen(b[n] >> 16));
@@ -141,12 +142,12 @@ struct Products<E4m3> {
   __device__ static uint32_t pack(float low, float high) { return pack_half(low, high); }
 
   __device__ static void sum(float (&out)[kHeadSize / 8][4], uint32_t const (&weights)[2][4],
-                             uint32_t values) {
+                             uint32_t values, int rows) {
     int const lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < kHeadSize / 16; ++n) {
       uint32_t b[4];
-      load_matrices_transposed(b, values + swizzled<CHUNKS>(lane, n));
+      load_matrices_transposed(b, values + key_chunk(rows, lane, n));
       // Two channels of two keys: the even channel's keys first.
 #pragma unroll
       for (int i = 0; i < 4; ++i) b[i] = __byte_perm(b[i], 0, 0x3120);
@@ -169,6 +170,13 @@ struct Products<E4m3> {
   }
 
  private:
+  __device__ static uint2 load_8_bytes(uint32_t address) {
+    uint2 bits;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n"
+                 : "=r"(bits.x), "=r"(bits.y)
+                 : "r"(address));
+    return bits;
+  }
   __device__ static float value(uint2 bits, int i) {
     uint32_t const pair = i < 2 ? bits.x : bits.y;
     return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
@@ -189,13 +197,13 @@ struct State {
   }
 };
 
-// Adds KEYS keys and values. Row h of the lane sees the first `limit[h]` of them.
+// Adds KEYS keys and values of a slice of `rows`. Row h of the lane sees the first `limit[h]` of them.
 template <class Cache>
 __device__ void attend(State& state, Queries const& q, float scale_log2, uint32_t keys,
-                       uint32_t values, int32_t const (&limit)[2]) {
+                       uint32_t values, int rows, int32_t const (&limit)[2]) {
   using P = Products<Cache>;
   float s[P::KEYS / 8][4] = {};
-  P::score(s, q, keys);
+  P::score(s, q, keys, rows);
   int const first_key = threadIdx.x % 4 * 2;
   bool const masked = min(limit[0], limit[1]) < P::KEYS;
   float maximum[2];
@@ -242,7 +250,7 @@ __device__ void attend(State& state, Queries const& q, float scale_log2, uint32_
       weights[n / 2][n % 2 * 2 + h] = P::pack(low, high);
     }
   }
-  P::sum(state.out, weights, values);
+  P::sum(state.out, weights, values, rows);
 }
 
 }  // namespace m3::kernels::paged_decode

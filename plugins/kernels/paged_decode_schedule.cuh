@@ -99,6 +99,13 @@ class DecodeCursor {
   __device__ int32_t first_token() const { return item_.first_token; }
   __device__ int32_t num_tokens() const { return item_.num_tokens; }
   __device__ int32_t head() const { return item_.head; }
+  // Of the item, to which a row belongs, and the row's place in q and out; -1 behind the last.
+  __device__ static int32_t token_of(int row, int group) { return row / group; }
+  __device__ int64_t query(int row, int group) const {
+    if (row >= item_.num_tokens * group) return -1;
+    return int64_t{item_.first_token + row / group} * p_.num_heads + item_.head * group +
+           row % group;
+  }
   // A schedule's reads of memory, ahead of request() and length().
   __device__ void read() {}
   __device__ void resolve() {}
@@ -192,27 +199,49 @@ class DecodeCursor {
   DecodeItem item_{};
 };
 
+// Request and keys of a decode token that is not where ItemRounds looks first; no keys for padding.
+__device__ __noinline__ int2 find_token(PackedTokens tokens, int32_t token) {
+  TokenPlace const place = locate_token(tokens, token);
+  return make_int2(max(0, place.request), place.position + 1);
+}
+
 // Whole items, one query token and KV head each, in rounds: block or cluster `first` of `step` takes
 // every step-th one. Where the item belongs is read ahead: read() starts it, resolve() takes it.
 class ItemRounds {
  public:
   __device__ ItemRounds(PagedDecodeParams const& p, int32_t first, int32_t step)
-      : p_(p), item_(first), step_(step), count_(p.num_decode * p.q_len * p.num_kv_heads) {}
+      : p_(p),
+        token_(first / p.num_kv_heads),
+        head_(first % p.num_kv_heads),
+        step_tokens_(step / p.num_kv_heads),
+        step_heads_(step % p.num_kv_heads) {}
 
-  __device__ bool done() const { return item_ >= count_; }
-  __device__ void next() { item_ += step_; }
+  __device__ bool done() const { return token_ >= p_.num_decode * p_.q_len; }
+  __device__ void next() {
+    token_ += step_tokens_;
+    head_ += step_heads_;
+    if (head_ >= p_.num_kv_heads) {
+      head_ -= p_.num_kv_heads;
+      ++token_;
+    }
+  }
   __device__ int32_t first() const { return 0; }
   __device__ int32_t end() const { return p_.top_k; }
 
   __device__ int32_t first_token() const {
-    return p_.tokens.num_tokens - p_.num_decode * p_.q_len + item_ / p_.num_kv_heads;
+    return p_.tokens.num_tokens - p_.num_decode * p_.q_len + token_;
   }
   __device__ static constexpr int32_t num_tokens() { return 1; }
-  __device__ int32_t head() const { return item_ % p_.num_kv_heads; }
+  __device__ int32_t head() const { return head_; }
+  __device__ static constexpr int32_t token_of(int, int) { return 0; }
+  __device__ int64_t query(int row, int group) const {
+    if (row >= group) return -1;
+    return int64_t{first_token()} * p_.num_heads + head_ * group + row;
+  }
 
   // Where the token is when every decode request before it has its q_len tokens.
   __device__ void read() {
-    request_ = p_.tokens.num_requests - p_.num_decode + item_ / p_.num_kv_heads / p_.q_len;
+    request_ = p_.tokens.num_requests - p_.num_decode + token_ / p_.q_len;
     begin_ = p_.tokens.cu_query_lens[request_];
     end_ = p_.tokens.cu_query_lens[request_ + 1];
     length_ = p_.tokens.sequence_length[request_];
@@ -222,9 +251,9 @@ class ItemRounds {
     if (token >= begin_ && token < end_) {
       length_ = max(0, length_ - (end_ - 1 - token));
     } else {
-      TokenPlace const place = locate_token(p_.tokens, token);
-      request_ = max(0, place.request);
-      length_ = place.position + 1;
+      int2 const place = find_token(p_.tokens, token);
+      request_ = place.x;
+      length_ = place.y;
     }
   }
   __device__ int32_t request() const { return request_; }
@@ -232,7 +261,7 @@ class ItemRounds {
 
  private:
   PagedDecodeParams const& p_;
-  int32_t item_, step_, count_;
+  int32_t token_, head_, step_tokens_, step_heads_;
   int32_t request_ = 0, begin_ = 0, end_ = 0, length_ = 0;
 };
 

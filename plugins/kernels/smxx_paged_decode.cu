@@ -3,6 +3,7 @@
 #include "kernels/cluster.cuh"
 #include "kernels/paged_decode_loader.cuh"
 #include "kernels/programmatic_launch.cuh"
+#include "kernels/tensor_map.h"
 #include "kernels/vectors.cuh"
 
 namespace m3::kernels {
@@ -13,7 +14,6 @@ using namespace paged_decode;
 constexpr int MERGE_ROWS = 4;     // of a merge block
 constexpr int MERGE_WARPS = 2;    // of a row
 constexpr int MAX_BLOCKS = 192;   // one a multiprocessor
-constexpr int MAX_CLUSTER = 16;
 
 // What a block leaves of an item that it does not finish alone.
 struct Split {
@@ -39,10 +39,12 @@ Workspace carve(void* memory, int rows) {
 }
 
 // Where the blocks of a cluster leave their results of an item for each other: each row for the block
-// that writes it. Twice, so that one barrier an item is enough.
+// that writes it. Twice, so that a block can leave the next item's while others read.
+constexpr int MAX_SLOTS = 20;  // blocks times rows of each, see CLUSTERS
 struct alignas(128) Exchange {
-  float out[2][16][kHeadSize];  // [block, row of the receiver]
-  float2 totals[2][16];
+  float out[2][MAX_SLOTS][kHeadSize];  // [block, row of the receiver]
+  float2 totals[2][MAX_SLOTS];         // maximum and sum of the weights
+  uint64_t arrived[2];
 };
 
 // Weight of a result whose maximum was `maximum` under a larger one.
@@ -50,31 +52,27 @@ __device__ float share(float maximum, float largest) {
   return largest == -INFINITY ? 0.f : exp2_flushed(maximum - largest);
 }
 
-// Four channels of a query row, from `channel` on.
-__device__ void write_row(PagedDecodeParams const& p, int32_t first_token, int32_t head, int row,
-                          int channel, float4 sum, float total) {
-  int const group = p.num_heads / p.num_kv_heads;
-  int64_t const at =
-      int64_t{first_token + row / group} * p.num_heads + head * group + row % group;
+// Four channels of a row of the output.
+__device__ void write_row(PagedDecodeParams const& p, int64_t query, int channel, float4 sum,
+                          float total) {
   float const scale = p.kv_scale == nullptr ? 1.f : *p.kv_scale;
-  store4(static_cast<Bf16*>(p.out) + at * kHeadSize + channel,
-         sum * (total == 0.f ? 0.f : scale / total));
+  float const factor = total == 0.f ? 0.f : __fdividef(scale, total);
+  store4(static_cast<Bf16*>(p.out) + query * kHeadSize + channel, sum * factor);
 }
 
-template <class Cache, class Schedule>
-__device__ void load_queries(PagedDecodeParams const& p, Schedule const& at, Team const& team,
-                             Queries& q) {
-  int const group = p.num_heads / p.num_kv_heads;
-  Bf16 const* rows[2];
+// Starts an item's query rows on their way.
+template <int kRowWarps, class Schedule>
+__device__ void copy_queries(PagedDecodeParams const& p, Schedule const& at, int group,
+                             DecodeShared<kRowWarps>& shared) {
+  uint32_t const to = shared_address(shared.queries);
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    int const row = team.row_warp * 16 + 8 * h + threadIdx.x % 32 / 4;
-    int64_t const head = int64_t{at.first_token() + row / group} * p.num_heads +
-                         at.head() * group + row % group;
-    rows[h] = row < at.num_tokens() * group ? static_cast<Bf16 const*>(p.q) + head * kHeadSize
-                                            : nullptr;
+  for (int i = 0; i < kRowWarps; ++i) {
+    int const row = i * 16 + threadIdx.x / 16, chunk = threadIdx.x % 16;
+    int64_t const query = at.query(row, group);
+    auto const* const from =
+        static_cast<Bf16 const*>(p.q) + max(query, int64_t{0}) * kHeadSize + chunk * 8;
+    copy_async(to + swizzled<16>(row, chunk), from, query >= 0);
   }
-  Products<Cache>::load(q, rows);
 }
 
 // Adds up what the teams have of a segment and calls emit(row, channel, maximum, total, sum) for four
@@ -128,83 +126,100 @@ __device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, in
   }
 }
 
-// Ends the items of a block or cluster that takes them whole.
-template <class Cache>
-struct WholeItems {
+// Ends the items of a block that takes them whole.
+struct OwnItems {
   PagedDecodeParams const& p;
-  Exchange* exchange;
-  int rank, blocks;
+  int group;
+
+  template <class Cache>
+  __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
+                      State const& state) {
+    merge_teams<Cache, 1>(shared, memory, stage, state,
+                          [&](int row, int channel, float, float total, float4 sum) {
+                            if (row >= group) return;
+                            write_row(p, at.query(row, group), channel, sum, total);
+                          });
+    fence_bulk();
+    __syncthreads();
+  }
+};
+
+// Ends the items of a cluster, whose block `rank` of `blocks` joins and writes some of the rows.
+struct JoinedItems {
+  PagedDecodeParams const& p;
+  int group;
+  Exchange& exchange;
+  int rank, blocks, rows;  // of each block
   int round = 0;
 
-  __device__ void operator()(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory,
-                             int stage, State const& state) {
-    int const group = p.num_heads / p.num_kv_heads;
-    if (blocks == 1) {
-      merge_teams<Cache, 1>(shared, memory, stage, state,
-                            [&](int row, int channel, float, float total, float4 sum) {
-                              if (row >= group) return;
-                              write_row(p, at.first_token(), at.head(), row, channel, sum, total);
-                            });
-      __syncthreads();
-      return;
-    }
-    int const rows = MAX_CLUSTER / blocks;  // of a receiver
+  template <class Cache>
+  __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
+                      State const& state) {
     int const buffer = round % 2;
-    if (round++ == 0) cluster_wait();  // all blocks have started
+    auto const& totals = exchange.totals[buffer];
+    uint64_t* const arrived = &exchange.arrived[buffer];
+    int const own_rows = max(0, min(rows, group - rank * rows));
+    if (threadIdx.x == 0) {
+      expect_exchange(arrived, blocks * own_rows * (kHeadSize * sizeof(float) + sizeof(float2)));
+    }
+    if (round == 0) cluster_wait();  // all blocks have started
     merge_teams<Cache, 1>(
         shared, memory, stage, state,
         [&](int row, int channel, float maximum, float total, float4 sum) {
           if (row >= group) return;
-          int const slot = rank * rows + row % rows;
-          auto* const out = &exchange->out[buffer][slot][channel];
-          store_remote(reinterpret_cast<float4*>(out), row / rows, sum);
+          int const owner = row / rows, slot = rank * rows + row - owner * rows;
+          auto* const to = reinterpret_cast<float4*>(&exchange.out[buffer][slot][channel]);
+          store_remote(to, arrived, owner, sum);
           if (channel == 0) {
-            store_remote(&exchange->totals[buffer][slot], row / rows, make_float2(maximum, total));
+            store_remote(&exchange.totals[buffer][slot], arrived, owner,
+                         make_float2(maximum, total));
           }
         });
-    cluster_arrive();
-    cluster_wait();
-    for (int i = threadIdx.x; i < rows * (kHeadSize / 4); i += THREADS) {
-      int const local = i / (kHeadSize / 4), channel = i % (kHeadSize / 4) * 4;
-      int const row = rank * rows + local;
-      if (row >= group) break;
-      float2 const* const totals = exchange->totals[buffer];
+    wait_exchange(arrived, round / 2 % 2);
+    ++round;
+    for (int i = threadIdx.x; i < own_rows * (kHeadSize / 4); i += THREADS) {
+      int const row = i / (kHeadSize / 4), channel = i % (kHeadSize / 4) * 4;
       float maximum = -INFINITY, total = 0.f;
-      for (int b = 0; b < blocks; ++b) maximum = fmaxf(maximum, totals[b * rows + local].x);
+#pragma unroll 4
+      for (int b = 0; b < blocks; ++b) maximum = fmaxf(maximum, totals[b * rows + row].x);
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 4
       for (int b = 0; b < blocks; ++b) {
-        int const slot = b * rows + local;
+        int const slot = b * rows + row;
         float const factor = share(totals[slot].x, maximum);
         total += totals[slot].y * factor;
-        axpy4(sum, load4(&exchange->out[buffer][slot][channel]), factor);
+        axpy4(sum, load4(&exchange.out[buffer][slot][channel]), factor);
       }
-      write_row(p, at.first_token(), at.head(), row, channel, sum, total);
+      write_row(p, at.query(rank * rows + row, group), channel, sum, total);
     }
+    fence_bulk();
+    __syncthreads();
   }
 };
 
 // Ends the segments of a block's equal share: writes whole items, leaves pieces in the workspace.
-template <class Cache, int kRowWarps>
+template <int kRowWarps>
 struct SharedItems {
   PagedDecodeParams const& p;
+  int group;
   Workspace const& workspace;
   DecodeShares const& shares;
   int32_t page;  // of the step, the segment's first
   Split split{};
 
-  __device__ void operator()(DecodeCursor const& at, DecodeShared<kRowWarps>& shared,
-                             uint8_t* memory, int stage, State const& state) {
+  template <class Cache>
+  __device__ void end(DecodeCursor const& at, DecodeShared<kRowWarps>& shared, uint8_t* memory,
+                      int stage, State const& state) {
     DecodeItem const& item = at.item();
     bool const ends_here = at.end() == item.num_pages;
     int const piece = at.first() > 0 ? 0 : ends_here ? -1 : 1;
-    int const rows = item.num_tokens * (p.num_heads / p.num_kv_heads);
     merge_teams<Cache, kRowWarps>(
         shared, memory, stage, state,
         [&](int row, int channel, float maximum, float total, float4 sum) {
-          if (row >= rows) return;
+          int64_t const query = at.query(row, group);
+          if (query < 0) return;
           if (piece < 0) {
-            write_row(p, item.first_token, item.head, row, channel, sum, total);
+            write_row(p, query, channel, sum, total);
           } else {
             int64_t const index = workspace.row(blockIdx.x, piece, 16 * kRowWarps, row);
             if (channel == 0) workspace.totals[index] = make_float2(maximum, total);
@@ -212,65 +227,90 @@ struct SharedItems {
           }
         });
     if (piece == 1) {
-      int32_t const last_page = page + item.num_pages - 1;
+      int32_t const last_page = page - at.first() + item.num_pages - 1;
       split = {item.first_token, item.num_tokens, item.head, shares.block_of(last_page)};
     }
     page += at.end() - at.first();
+    fence_bulk();
     __syncthreads();
   }
 };
 
 // All segments of a schedule, which has been read: each team streams its slices through its stages and
-// its own softmax; only the end of a segment brings the block together.
-template <class Cache, int kRowWarps, class Schedule, class Finish>
-__device__ void attend_segments(PagedDecodeParams const& p, Schedule at, int rank, int blocks,
-                                uint8_t* memory, int stages, Finish& finish) {
+// its own softmax; only the beginning and the end of a segment bring the block together.
+template <class Cache, int kRowWarps, bool kSelected, bool kBulk, class Schedule, class Finish>
+__device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps, int group,
+                                Schedule at, int rank, int blocks, uint8_t* memory, int stages,
+                                Finish& finish) {
   using S = Shape<Cache, kRowWarps>;
   using P = Products<Cache>;
   auto& shared = *reinterpret_cast<DecodeShared<kRowWarps>*>(memory + stages * STAGE_BYTES);
   Team const team(kRowWarps);
-  Queries q;
-  load_queries<Cache>(p, at, team, q);
-  Loader<Cache, kRowWarps, Schedule> loader(p, at, rank, blocks, shared_address(memory),
-                                            shared.slices);
-  for (int s = 0; s < stages; ++s) {
-    loader.load(s);
-    commit_copies();
-  }
-  int const group = p.num_heads / p.num_kv_heads;
+  Loader<Cache, kRowWarps, kSelected, kBulk, Schedule> loader(
+      p, maps, at, rank, blocks, shared_address(memory), shared);
+  copy_queries(p, at, group, shared);
   int32_t token[2];  // of the item, to which the lane's rows belong
   for (int h = 0; h < 2; ++h) {
-    token[h] = (team.row_warp * 16 + 8 * h + static_cast<int>(threadIdx.x) % 32 / 4) / group;
+    token[h] = at.token_of(team.row_warp * 16 + 8 * h + threadIdx.x % 32 / 4, group);
   }
   constexpr float kLog2E = 1.44269504088896341f;
   float const scale_log2 =
       p.softmax_scale * kLog2E * (p.kv_scale == nullptr ? 1.f : *p.kv_scale);
   uint32_t const ring = shared_address(memory) + team.index * kRowWarps * WARP_BYTES;
+  uint32_t const queries = shared_address(shared.queries) + team.row_warp * 16 * kHeadSize * 2;
+  Queries q;
   State state;
   state.clear();
-  for (int stage = 0;; stage = stage + 1 == stages ? 0 : stage + 1) {
-    wait_for_oldest(stages);
-    team_sync<kRowWarps>(team);
+  bool is_first = true;  // slice of a segment
+  int stage = 0;
+  unsigned parities = 0;
+  for (int filled = 0;;) {
+    loader.load(stage);
+    commit_copies();
+    stage = stage + 1 == stages ? 0 : stage + 1;
+    if (filled < stages && ++filled < stages) continue;
+    if (is_first) {
+      wait_copies<0>();
+      __syncthreads();
+      P::load(q, queries);
+      is_first = false;
+    }
+    if (!kBulk) {
+      wait_for_oldest(stages);
+      team_sync<kRowWarps>(team);
+    }
     int32_t const slice = shared.slices[threadIdx.x / 32][stage];
     int32_t const visible = slice & (LAST_SLICE - 1);
     uint32_t const keys = ring + stage * STAGE_BYTES;
+    if (kBulk && visible > 0) {
+      wait_bulk(shared_address(&shared.arrived[team.index][stage]), parities >> stage & 1);
+      parities ^= 1u << stage;
+      if (visible < S::KEYS) {  // what lies behind may be NaN
+        constexpr int CHUNKS = P::CHUNKS;
+        for (int i = visible * CHUNKS + team.thread; i < S::KEYS * CHUNKS; i += S::TEAM_THREADS) {
+          uint32_t const to = S::SLICE_BYTES + key_chunk(S::KEYS, i / CHUNKS, i % CHUNKS);
+          store_zeros(keys + to);
+        }
+        fence_bulk();
+        team_sync<kRowWarps>(team);
+      }
+    }
 #pragma unroll 1
     for (int first = 0; first < min(visible, S::KEYS); first += P::KEYS) {
       int32_t const last_token = visible - first - (at.num_tokens() - 1);
       int32_t const limit[2] = {last_token + token[0], last_token + token[1]};
-      uint32_t const from = keys + first * P::CHUNKS * 16;
-      attend<Cache>(state, q, scale_log2, from, from + S::SLICE_BYTES, limit);
+      uint32_t const from = keys + first * 128;
+      attend<Cache>(state, q, scale_log2, from, from + S::SLICE_BYTES, S::KEYS, limit);
     }
     if ((slice & LAST_SLICE) != 0) {
-      finish(at, shared, memory, stage, state);
+      finish.template end<Cache>(at, shared, memory, stage, state);
       at.next();
       if (at.done()) break;
-      load_queries<Cache>(p, at, team, q);
+      copy_queries(p, at, group, shared);
       state.clear();
+      is_first = true;
     }
     team_sync<kRowWarps>(team);  // the stage is free
-    loader.load(stage);
-    commit_copies();
   }
 }
 
@@ -286,44 +326,82 @@ __device__ void clear_padding(PagedDecodeParams const& p) {
   }
 }
 
+// Before the block's first barrier.
+template <int kRowWarps>
+__device__ void init_stages(DecodeShared<kRowWarps>& shared) {
+  constexpr int COUNT = DecodeShared<kRowWarps>::TEAMS * MAX_STAGES;
+  if (threadIdx.x < COUNT) {
+    init_bulk_barrier(shared_address(&shared.arrived[0][0] + threadIdx.x));
+  }
+  __syncthreads();
+}
+
+__device__ void prefetch(void const* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // A selection's pages may lie anywhere in the row of the table.
 __device__ void prefetch_table(PagedDecodeParams const& p, int32_t request, int32_t length) {
   int32_t const* const row = p.tokens.block_offsets + int64_t{request} * p.tokens.max_pages;
   int32_t const end = min(p.tokens.max_pages, (length + kBlockSize - 1) / kBlockSize);
-  for (int32_t i = threadIdx.x * 32; i < end; i += THREADS * 32) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));
-  }
+  for (int32_t i = threadIdx.x * 32; i < end; i += THREADS * 32) prefetch(row + i);
 }
 
 // Selections, an item a cluster. Grid: clusters in rounds over the items.
-template <class Cache>
+template <class Cache, bool kJoins>
 __global__ void __launch_bounds__(THREADS, 1)
-    selected_decode_kernel(__grid_constant__ PagedDecodeParams const p, int stages) {
-  extern __shared__ __align__(128) uint8_t memory[];
+    selected_decode_kernel(__grid_constant__ PagedDecodeParams const p,
+                           __grid_constant__ BulkMaps const maps, int group, int stages) {
+  extern __shared__ __align__(1024) uint8_t memory[];
   let_next_kernel_start();
-  int const blocks = cluster_size(), rank = cluster_rank();
-  if (blocks > 1) cluster_arrive();
-  auto* const exchange = reinterpret_cast<Exchange*>(memory + stages * STAGE_BYTES +
-                                                     sizeof(DecodeShared<1>));
+  init_stages(*reinterpret_cast<DecodeShared<1>*>(memory + stages * STAGE_BYTES));
+  int const blocks = kJoins ? cluster_size() : 1, rank = kJoins ? cluster_rank() : 0;
+  auto& exchange = *reinterpret_cast<Exchange*>(memory + stages * STAGE_BYTES +
+                                                sizeof(DecodeShared<1>));
+  if constexpr (kJoins) {
+    if (threadIdx.x == 0) {
+      init_exchange(&exchange.arrived[0]);
+      init_exchange(&exchange.arrived[1]);
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
   ItemRounds at(p, static_cast<int32_t>(blockIdx.x) / blocks,
                 static_cast<int32_t>(gridDim.x) / blocks);
   at.read();
+  // What the kernel before has yet to write may be on its way to L2 already.
+  int64_t const ids = int64_t{at.head()} * p.tokens.num_tokens + at.first_token();
+  if (threadIdx.x < group * kHeadSize * sizeof(Bf16) / 128) {
+    prefetch(static_cast<uint8_t const*>(p.q) +
+             at.query(0, group) * kHeadSize * sizeof(Bf16) + threadIdx.x * 128);
+  } else if (threadIdx.x >= THREADS - 2) {
+    prefetch(p.block_ids + ids * p.top_k + (threadIdx.x == THREADS - 1 ? p.top_k - 1 : 0));
+  }
   ItemRounds ahead = at;
   ahead.resolve();
   prefetch_table(p, ahead.request(), ahead.length());
-  // So far only inputs of the step were read, from here on results of its kernels.
+  // So far only inputs of the step were used, from here on results of its kernels.
   wait_for_previous_kernel();
-  WholeItems<Cache> finish{p, exchange, rank, blocks};
-  attend_segments<Cache, 1>(p, at, rank, blocks, memory, stages, finish);
+  if constexpr (kJoins) {
+    JoinedItems finish{p, group, exchange, rank, blocks, (kMaxGroup + blocks - 1) / blocks};
+    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, finish);
+  } else {
+    OwnItems finish{p, group};
+    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, finish);
+  }
 }
 
 // Grid: as many blocks as the GPU runs at once.
-template <class Cache, int kRowWarps>
+template <class Cache, int kRowWarps, bool kSelected, bool kBulk>
 __global__ void __launch_bounds__(THREADS, 1)
-    decode_kernel(__grid_constant__ PagedDecodeParams const p, int group_tokens,
+    decode_kernel(__grid_constant__ PagedDecodeParams const p,
+                  __grid_constant__ BulkMaps const maps, int group, int group_tokens,
                   Workspace const workspace) {
-  extern __shared__ __align__(128) uint8_t memory[];
+  extern __shared__ __align__(1024) uint8_t memory[];
   let_next_kernel_start();
+  if (kBulk) {
+    init_stages(*reinterpret_cast<DecodeShared<kRowWarps>*>(memory + MAX_STAGES * STAGE_BYTES));
+  }
   int32_t const block = blockIdx.x;
   DecodeCursor cursor(p, group_tokens);
   DecodeShares const shares(cursor.count_pages(), gridDim.x);
@@ -336,11 +414,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
   cursor.seek(begin, count);
-  if (p.block_ids != nullptr) prefetch_table(p, cursor.request(), cursor.length());
+  if (kSelected) prefetch_table(p, cursor.request(), cursor.length());
   // So far only inputs of the step were read, from here on results of its kernels.
   wait_for_previous_kernel();
-  SharedItems<Cache, kRowWarps> finish{p, workspace, shares, begin};
-  attend_segments<Cache, kRowWarps>(p, cursor, 0, 1, memory, MAX_STAGES, finish);
+  SharedItems<kRowWarps> finish{p, group, workspace, shares, begin};
+  attend_segments<Cache, kRowWarps, kSelected, kBulk>(p, maps, group, cursor, 0, 1, memory,
+                                                      MAX_STAGES, finish);
   if (threadIdx.x == 0) workspace.splits[block] = finish.split;
   clear_padding(p);
 }
@@ -395,7 +474,9 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS * MERGE_ROWS)
   if (part == 1 || !valid) return;
   axpy4(sum, sums[local_row][lane], 1.f);
   total += totals[local_row];
-  write_row(p, split.first_token, split.head, row, 4 * lane, sum, total);
+  int64_t const query = int64_t{split.first_token + row / group} * p.num_heads +
+                        split.head * group + row % group;
+  write_row(p, query, 4 * lane, sum, total);
 }
 
 // Warps of 16 query rows that an item gets, and the tokens that fit into them. A selection belongs to
@@ -428,26 +509,43 @@ cudaError_t allow_shared(Kernel* kernel, size_t bytes) {
                               static_cast<int>(bytes));
 }
 
-template <class Cache, int kRowWarps>
+// The view for the copy engine, which takes slices of `keys`.
+cudaError_t encode_view(BulkMaps& maps, DecodeView const& view, int keys) {
+  cuuint64_t const bytes = view.type == Type::kFloat8E4m3 ? 1 : 2;
+  // Any id: the page table says which exist.
+  cuuint64_t const dims[] = {static_cast<cuuint64_t>(view.token_stride), kBlockSize, INT32_MAX};
+  cuuint64_t const strides[] = {view.token_stride * bytes, view.page_stride * bytes};
+  cuuint32_t const box[] = {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(keys), 1};
+  auto const type = bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  cudaError_t const status = encode_tensor_map(maps.keys, view.keys, type, 3, dims, strides, box);
+  if (status != cudaSuccess) return status;
+  return encode_tensor_map(maps.values, view.values, type, 3, dims, strides, box);
+}
+
+template <class Cache, int kRowWarps, bool kSelected, bool kBulk>
 cudaError_t launch_shares(PagedDecodeParams const& p, int group_tokens, Device const& device,
                           void* memory, cudaStream_t stream) {
   using S = Shape<Cache, kRowWarps>;
   constexpr size_t SHARED = MAX_STAGES * STAGE_BYTES + sizeof(DecodeShared<kRowWarps>);
-  auto* const kernel = decode_kernel<Cache, kRowWarps>;
+  auto* const kernel = decode_kernel<Cache, kRowWarps, kSelected, kBulk>;
   cudaError_t status = allow_shared(kernel, SHARED);
   if (status != cudaSuccess) return status;
+  BulkMaps maps{};
+  if (kBulk) status = encode_view(maps, p.view, S::KEYS);
+  if (status != cudaSuccess) return status;
   int const blocks = std::min(device.processors, MAX_BLOCKS);
+  int const group = p.num_heads / p.num_kv_heads;
   Workspace const workspace = carve(memory, S::ROWS);
   // The merge runs under the same division of L1: changing it would empty the processors first.
   status = cudaFuncSetAttribute(merge_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                 cudaSharedmemCarveoutMaxShared);
   if (status != cudaSuccess) return status;
-  status = launch_behind(kernel, dim3(blocks), dim3(THREADS), SHARED, stream, p, group_tokens,
-                         workspace);
+  status = launch_behind(kernel, dim3(blocks), dim3(THREADS), SHARED, stream, p, maps,
+                         group, group_tokens, workspace);
   if (status != cudaSuccess) return status;
-  int const rows = p.num_heads / p.num_kv_heads * group_tokens;
   return launch_behind(
-      merge_kernel, dim3(blocks, static_cast<unsigned>(ceil_div(rows, MERGE_ROWS))),
+      merge_kernel,
+      dim3(blocks, static_cast<unsigned>(ceil_div(group * group_tokens, MERGE_ROWS))),
       dim3(32 * MERGE_WARPS * MERGE_ROWS), 0, stream, p, static_cast<int>(S::ROWS), workspace);
 }
 
@@ -457,45 +555,64 @@ struct Rounds {
   int clusters;  // at once
 };
 
-// The cluster with the shortest rounds: pages of a block, and a page's time for joining. Clusters of
-// four and more stay within groups of 16 processors.
+// Sizes, and how many run at once on an H200: its processors come in groups of 10 to 18, which
+// clusters do not cross.
+constexpr int MEASURED_PROCESSORS = 132;
+constexpr Rounds CLUSTERS[] = {{1, 132}, {2, 66}, {3, 39}, {4, 30},
+                               {5, 22},  {6, 17}, {8, 15}, {16, 7}};
+
+// The cluster with the shortest rounds, counted in eighths of a page: a block's share of an item, and
+// the time that ending it takes.
 Rounds rounds_of(int items, int top_k, int processors) {
   Rounds best{};
   int64_t best_cost = 0;
-  for (int cluster = 1; cluster <= MAX_CLUSTER; cluster *= 2) {
-    int const at_once =
-        std::max(1, cluster < 4 ? processors / cluster : processors / 16 * 16 / cluster);
+  for (Rounds const& size : CLUSTERS) {
+    int const at_once = std::max(1, size.clusters * processors / MEASURED_PROCESSORS);
     int64_t const rounds = ceil_div(items, at_once);
-    int64_t const pages = ceil_div(top_k, cluster) + (cluster > 1 ? 1 : 0);
-    int64_t const cost = rounds * (2 * pages + 1);
+    int64_t const cost =
+        rounds * (ceil_div(8 * top_k, size.cluster) + (size.cluster > 1 ? 12 : 4));
     if (best.cluster == 0 || cost < best_cost) {
-      best = {cluster, static_cast<int>(ceil_div(items, rounds))};
+      best = {size.cluster, static_cast<int>(ceil_div(items, rounds))};
       best_cost = cost;
     }
   }
   return best;
 }
 
-template <class Cache>
-cudaError_t launch_rounds(PagedDecodeParams const& p, Device const& device, cudaStream_t stream) {
-  auto* const kernel = selected_decode_kernel<Cache>;
-  Rounds const rounds =
-      rounds_of(p.num_decode * p.q_len * p.num_kv_heads, p.top_k, device.processors);
-  // No more shared memory than one block's pages take: the next kernel's blocks may then come early.
-  constexpr int PAGES = Shape<Cache, 1>::PAGES;
-  bool const is_single = rounds.clusters * rounds.cluster >= p.num_decode * p.q_len *
-                                                                 p.num_kv_heads * rounds.cluster;
-  int const stages = is_single ? std::min<int>(MAX_STAGES, static_cast<int>(ceil_div(
-                                                   p.top_k, PAGES * rounds.cluster)))
-                               : MAX_STAGES;
+template <class Cache, bool kJoins>
+cudaError_t launch_rounds(PagedDecodeParams const& p, Rounds const& rounds, int items,
+                          cudaStream_t stream) {
+  auto* const kernel = selected_decode_kernel<Cache, kJoins>;
+  // No more shared memory than a team's slices take.
+  using S = Shape<Cache, 1>;
+  int const slices = static_cast<int>(ceil_div(p.top_k * S::SLICES, rounds.cluster * S::TEAMS));
+  int const stages = rounds.clusters == items ? std::min(MAX_STAGES, slices) : MAX_STAGES;
   size_t const shared = stages * STAGE_BYTES + sizeof(DecodeShared<1>) +
-                        (rounds.cluster > 1 ? sizeof(Exchange) : 0);
+                        (kJoins ? sizeof(Exchange) : 0);
   cudaError_t status = allow_shared(kernel, shared);
   if (status != cudaSuccess) return status;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (status != cudaSuccess) return status;
+  BulkMaps maps;
+  status = encode_view(maps, p.view, Shape<Cache, 1>::KEYS);
+  if (status != cudaSuccess) return status;
   return launch_clusters_behind(kernel, rounds.cluster, dim3(rounds.clusters * rounds.cluster),
-                                dim3(THREADS), shared, stream, p, stages);
+                                dim3(THREADS), shared, stream, p, maps,
+                                p.num_heads / p.num_kv_heads, stages);
+}
+
+template <class Cache, bool kBulk>
+cudaError_t launch_dense(PagedDecodeParams const& p, Device const& device, void* workspace,
+                         cudaStream_t stream) {
+  Tiling const tiling = tiling_of(p.num_heads, p.num_kv_heads, p.q_len, false);
+  switch (tiling.row_warps) {
+    case 1:
+      return launch_shares<Cache, 1, false, kBulk>(p, tiling.tokens, device, workspace, stream);
+    case 2:
+      return launch_shares<Cache, 2, false, kBulk>(p, tiling.tokens, device, workspace, stream);
+    default:
+      return launch_shares<Cache, 4, false, kBulk>(p, tiling.tokens, device, workspace, stream);
+  }
 }
 
 template <class Cache>
@@ -503,23 +620,19 @@ cudaError_t launch(PagedDecodeParams const& p, void* workspace, cudaStream_t str
   Device device{};
   cudaError_t status = current(device);
   if (status != cudaSuccess) return status;
-  if (p.block_ids != nullptr) {
-    cudaFuncAttributes compiled;
-    status = cudaFuncGetAttributes(&compiled, selected_decode_kernel<Cache>);
-    if (status != cudaSuccess) return status;
-    if (device.major >= 9 && compiled.ptxVersion >= 90) {
-      return launch_rounds<Cache>(p, device, stream);
-    }
+  cudaFuncAttributes compiled;
+  status = cudaFuncGetAttributes(&compiled, selected_decode_kernel<Cache, true>);
+  if (status != cudaSuccess) return status;
+  bool const is_portable = device.major < 9 || compiled.ptxVersion < 90;
+  if (p.block_ids == nullptr) {
+    return is_portable ? launch_dense<Cache, false>(p, device, workspace, stream)
+                       : launch_dense<Cache, true>(p, device, workspace, stream);
   }
-  Tiling const tiling = tiling_of(p.num_heads, p.num_kv_heads, p.q_len, p.block_ids != nullptr);
-  switch (tiling.row_warps) {
-    case 1:
-      return launch_shares<Cache, 1>(p, tiling.tokens, device, workspace, stream);
-    case 2:
-      return launch_shares<Cache, 2>(p, tiling.tokens, device, workspace, stream);
-    default:
-      return launch_shares<Cache, 4>(p, tiling.tokens, device, workspace, stream);
-  }
+  if (is_portable) return launch_shares<Cache, 1, true, false>(p, 1, device, workspace, stream);
+  int const items = p.num_decode * p.q_len * p.num_kv_heads;
+  Rounds const rounds = rounds_of(items, p.top_k, device.processors);
+  return rounds.cluster == 1 ? launch_rounds<Cache, false>(p, rounds, items, stream)
+                             : launch_rounds<Cache, true>(p, rounds, items, stream);
 }
 
 // The first key's address is that of its page's first byte, values lie half a page behind.
