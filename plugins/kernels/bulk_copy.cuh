@@ -37,6 +37,13 @@ __device__ inline void wait_bulk(uint32_t barrier, int parity) {
 #endif
 }
 
+// Brings the map near before its first use.
+__device__ inline void prefetch_map(CUtensorMap const* map) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+#endif
+}
+
 // A box of a tensor of three dimensions.
 __device__ inline void copy_bulk(uint32_t to, CUtensorMap const* from, uint32_t barrier, int x,
                                  int y, int z) {

@@ -326,12 +326,15 @@ __device__ void clear_padding(PagedDecodeParams const& p) {
   }
 }
 
-// Before the block's first barrier.
+// What the copy engine needs; a barrier of the block.
 template <int kRowWarps>
-__device__ void init_stages(DecodeShared<kRowWarps>& shared) {
+__device__ void init_stages(DecodeShared<kRowWarps>& shared, BulkMaps const& maps) {
   constexpr int COUNT = DecodeShared<kRowWarps>::TEAMS * MAX_STAGES;
   if (threadIdx.x < COUNT) {
     init_bulk_barrier(shared_address(&shared.arrived[0][0] + threadIdx.x));
+  } else if (threadIdx.x == THREADS - 1) {
+    prefetch_map(&maps.keys);
+    prefetch_map(&maps.values);
   }
   __syncthreads();
 }
@@ -354,7 +357,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                            __grid_constant__ BulkMaps const maps, int group, int stages) {
   extern __shared__ __align__(1024) uint8_t memory[];
   let_next_kernel_start();
-  init_stages(*reinterpret_cast<DecodeShared<1>*>(memory + stages * STAGE_BYTES));
+  init_stages(*reinterpret_cast<DecodeShared<1>*>(memory + stages * STAGE_BYTES), maps);
   int const blocks = kJoins ? cluster_size() : 1, rank = kJoins ? cluster_rank() : 0;
   auto& exchange = *reinterpret_cast<Exchange*>(memory + stages * STAGE_BYTES +
                                                 sizeof(DecodeShared<1>));
@@ -400,7 +403,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   let_next_kernel_start();
   if (kBulk) {
-    init_stages(*reinterpret_cast<DecodeShared<kRowWarps>*>(memory + MAX_STAGES * STAGE_BYTES));
+    init_stages(*reinterpret_cast<DecodeShared<kRowWarps>*>(memory + MAX_STAGES * STAGE_BYTES),
+                maps);
   }
   int32_t const block = blockIdx.x;
   DecodeCursor cursor(p, group_tokens);
