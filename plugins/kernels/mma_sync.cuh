@@ -68,7 +68,7 @@ __device__ inline void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same of fp16 values.
+// The same of f16.
 __device__ inline void multiply_add_half(float (&c)[4], uint32_t const (&a)[4], uint32_t b0,
                                          uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

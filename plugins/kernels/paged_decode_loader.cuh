@@ -72,7 +72,8 @@ class Loader {
   using S = Shape<Cache, kRowWarps>;
 
  public:
-  // `schedule` was read; of `blocks` that share a segment's pages this is number `rank`.
+  // `schedule` was read; of `blocks` that share a segment's pages this is number `rank`. Nothing is
+  // read before begin().
   __device__ Loader(PagedDecodeParams const& p, BulkMaps const& maps, Schedule const& schedule,
                     int rank, int blocks, uint32_t stages, DecodeShared<kRowWarps>& shared)
       : p_(p),
@@ -84,7 +85,9 @@ class Loader {
         list_(shared.pages[threadIdx.x / 32]),
         slices_(shared.slices[threadIdx.x / 32]),
         part_(team_.index * blocks + rank),
-        parts_(S::TEAMS * blocks) {
+        parts_(S::TEAMS * blocks) {}
+
+  __device__ void begin() {
     base_ = ahead_.first();
     read_ids();
   }
@@ -224,7 +227,7 @@ class Loader {
   int2* list_;
   int32_t* slices_;
   int part_, parts_;  // the team takes every slice `part_` of them
-  int32_t base_;      // of the next chunk
+  int32_t base_ = 0;  // of the next chunk
   int32_t next_ids_ = -1, next_pages_ = -1;
   bool is_resolved_ = false;
   int age_ = 0;  // slices since the ids were read

@@ -133,7 +133,7 @@ struct OwnItems {
 
   template <class Cache>
   __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
-                      State const& state) {
+                      State const& state, bool) {
     merge_teams<Cache, 1>(shared, memory, stage, state,
                           [&](int row, int channel, float, float total, float4 sum) {
                             if (row >= group) return;
@@ -154,19 +154,19 @@ struct JoinedItems {
 
   template <class Cache>
   __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
-                      State const& state) {
+                      State const& state, bool rehearses) {
     int const buffer = round % 2;
     auto const& totals = exchange.totals[buffer];
     uint64_t* const arrived = &exchange.arrived[buffer];
     int const own_rows = max(0, min(rows, group - rank * rows));
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && !rehearses) {
       expect_exchange(arrived, blocks * own_rows * (kHeadSize * sizeof(float) + sizeof(float2)));
     }
-    if (round == 0) cluster_wait();  // all blocks have started
+    if (round == 0 && !rehearses) cluster_wait();  // all blocks have started
     merge_teams<Cache, 1>(
         shared, memory, stage, state,
         [&](int row, int channel, float maximum, float total, float4 sum) {
-          if (row >= group) return;
+          if (row >= group || rehearses) return;
           int const owner = row / rows, slot = rank * rows + row - owner * rows;
           auto* const to = reinterpret_cast<float4*>(&exchange.out[buffer][slot][channel]);
           store_remote(to, arrived, owner, sum);
@@ -175,8 +175,10 @@ struct JoinedItems {
                          make_float2(maximum, total));
           }
         });
-    wait_exchange(arrived, round / 2 % 2);
-    ++round;
+    if (!rehearses) {
+      wait_exchange(arrived, round / 2 % 2);
+      ++round;
+    }
     for (int i = threadIdx.x; i < own_rows * (kHeadSize / 4); i += THREADS) {
       int const row = i / (kHeadSize / 4), channel = i % (kHeadSize / 4) * 4;
       float maximum = -INFINITY, total = 0.f;
@@ -190,7 +192,7 @@ struct JoinedItems {
         total += totals[slot].y * factor;
         axpy4(sum, load4(&exchange.out[buffer][slot][channel]), factor);
       }
-      write_row(p, at.query(rank * rows + row, group), channel, sum, total);
+      if (!rehearses) write_row(p, at.query(rank * rows + row, group), channel, sum, total);
     }
     fence_bulk();
     __syncthreads();
@@ -209,7 +211,7 @@ struct SharedItems {
 
   template <class Cache>
   __device__ void end(DecodeCursor const& at, DecodeShared<kRowWarps>& shared, uint8_t* memory,
-                      int stage, State const& state) {
+                      int stage, State const& state, bool) {
     DecodeItem const& item = at.item();
     bool const ends_here = at.end() == item.num_pages;
     int const piece = at.first() > 0 ? 0 : ends_here ? -1 : 1;
@@ -237,38 +239,48 @@ struct SharedItems {
 };
 
 // All segments of a schedule, which has been read: each team streams its slices through its stages and
-// its own softmax; only the beginning and the end of a segment bring the block together.
+// its own softmax; only the beginning and the end of a segment bring the block together. A rehearsal on
+// whatever lies in shared memory, before the kernel in front has ended, fetches the code: else that
+// comes from L2, line by line, when the data is there.
 template <class Cache, int kRowWarps, bool kSelected, bool kBulk, class Schedule, class Finish>
 __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps, int group,
                                 Schedule at, int rank, int blocks, uint8_t* memory, int stages,
-                                Finish& finish) {
+                                bool rehearses, Finish& finish) {
   using S = Shape<Cache, kRowWarps>;
   using P = Products<Cache>;
   auto& shared = *reinterpret_cast<DecodeShared<kRowWarps>*>(memory + stages * STAGE_BYTES);
   Team const team(kRowWarps);
   Loader<Cache, kRowWarps, kSelected, kBulk, Schedule> loader(
       p, maps, at, rank, blocks, shared_address(memory), shared);
-  copy_queries(p, at, group, shared);
   int32_t token[2];  // of the item, to which the lane's rows belong
   for (int h = 0; h < 2; ++h) {
     token[h] = at.token_of(team.row_warp * 16 + 8 * h + threadIdx.x % 32 / 4, group);
   }
   constexpr float kLog2E = 1.44269504088896341f;
-  float const scale_log2 =
-      p.softmax_scale * kLog2E * (p.kv_scale == nullptr ? 1.f : *p.kv_scale);
+  float scale_log2 = p.softmax_scale * kLog2E;
   uint32_t const ring = shared_address(memory) + team.index * kRowWarps * WARP_BYTES;
   uint32_t const queries = shared_address(shared.queries) + team.row_warp * 16 * kHeadSize * 2;
   Queries q;
   State state;
   state.clear();
   bool is_first = true;  // slice of a segment
-  int stage = 0;
+  int stage = 0, filled = 0;
   unsigned parities = 0;
-  for (int filled = 0;;) {
-    loader.load(stage);
-    commit_copies();
-    stage = stage + 1 == stages ? 0 : stage + 1;
-    if (filled < stages && ++filled < stages) continue;
+  // So far only inputs of the step were used, from here on results of its kernels.
+  auto const begin = [&] {
+    wait_for_previous_kernel();
+    loader.begin();
+    copy_queries(p, at, group, shared);
+    if (p.kv_scale != nullptr) scale_log2 *= *p.kv_scale;
+  };
+  if (!rehearses) begin();
+  for (;;) {
+    if (!rehearses) {
+      loader.load(stage);
+      commit_copies();
+      stage = stage + 1 == stages ? 0 : stage + 1;
+      if (filled < stages && ++filled < stages) continue;
+    }
     if (is_first) {
       wait_copies<0>();
       __syncthreads();
@@ -279,10 +291,11 @@ __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps
       wait_for_oldest(stages);
       team_sync<kRowWarps>(team);
     }
-    int32_t const slice = shared.slices[threadIdx.x / 32][stage];
+    int32_t const slice =
+        rehearses ? S::KEYS | LAST_SLICE : shared.slices[threadIdx.x / 32][stage];
     int32_t const visible = slice & (LAST_SLICE - 1);
     uint32_t const keys = ring + stage * STAGE_BYTES;
-    if (kBulk && visible > 0) {
+    if (kBulk && visible > 0 && !rehearses) {
       wait_bulk(shared_address(&shared.arrived[team.index][stage]), parities >> stage & 1);
       parities ^= 1u << stage;
       if (visible < S::KEYS) {  // what lies behind may be NaN
@@ -303,12 +316,17 @@ __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps
       attend<Cache>(state, q, scale_log2, from, from + S::SLICE_BYTES, S::KEYS, limit);
     }
     if ((slice & LAST_SLICE) != 0) {
-      finish.template end<Cache>(at, shared, memory, stage, state);
+      finish.template end<Cache>(at, shared, memory, stage, state, rehearses);
+      state.clear();
+      is_first = true;
+      if (rehearses) {
+        rehearses = false;
+        begin();
+        continue;
+      }
       at.next();
       if (at.done()) break;
       copy_queries(p, at, group, shared);
-      state.clear();
-      is_first = true;
     }
     team_sync<kRowWarps>(team);  // the stage is free
   }
@@ -354,7 +372,8 @@ __device__ void prefetch_table(PagedDecodeParams const& p, int32_t request, int3
 template <class Cache, bool kJoins>
 __global__ void __launch_bounds__(THREADS, 1)
     selected_decode_kernel(__grid_constant__ PagedDecodeParams const p,
-                           __grid_constant__ BulkMaps const maps, int group, int stages) {
+                           __grid_constant__ BulkMaps const maps, int group, int stages,
+                           bool rehearses) {
   extern __shared__ __align__(1024) uint8_t memory[];
   let_next_kernel_start();
   init_stages(*reinterpret_cast<DecodeShared<1>*>(memory + stages * STAGE_BYTES), maps);
@@ -383,14 +402,14 @@ __global__ void __launch_bounds__(THREADS, 1)
   ItemRounds ahead = at;
   ahead.resolve();
   prefetch_table(p, ahead.request(), ahead.length());
-  // So far only inputs of the step were used, from here on results of its kernels.
-  wait_for_previous_kernel();
   if constexpr (kJoins) {
     JoinedItems finish{p, group, exchange, rank, blocks, (kMaxGroup + blocks - 1) / blocks};
-    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, finish);
+    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages,
+                                          rehearses, finish);
   } else {
     OwnItems finish{p, group};
-    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, finish);
+    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, false,
+                                          finish);
   }
 }
 
@@ -419,11 +438,9 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
   cursor.seek(begin, count);
   if (kSelected) prefetch_table(p, cursor.request(), cursor.length());
-  // So far only inputs of the step were read, from here on results of its kernels.
-  wait_for_previous_kernel();
   SharedItems<kRowWarps> finish{p, group, workspace, shares, begin};
   attend_segments<Cache, kRowWarps, kSelected, kBulk>(p, maps, group, cursor, 0, 1, memory,
-                                                      MAX_STAGES, finish);
+                                                      MAX_STAGES, false, finish);
   if (threadIdx.x == 0) workspace.splits[block] = finish.split;
   clear_padding(p);
 }
@@ -584,8 +601,8 @@ Rounds rounds_of(int items, int top_k, int processors) {
 }
 
 template <class Cache, bool kJoins>
-cudaError_t launch_rounds(PagedDecodeParams const& p, Rounds const& rounds, int items,
-                          cudaStream_t stream) {
+cudaError_t launch_rounds(PagedDecodeParams const& p, Device const& device, Rounds const& rounds,
+                          int items, cudaStream_t stream) {
   auto* const kernel = selected_decode_kernel<Cache, kJoins>;
   // No more shared memory than a team's slices take.
   using S = Shape<Cache, 1>;
@@ -600,9 +617,11 @@ cudaError_t launch_rounds(PagedDecodeParams const& p, Rounds const& rounds, int 
   BulkMaps maps;
   status = encode_view(maps, p.view, Shape<Cache, 1>::KEYS);
   if (status != cudaSuccess) return status;
-  return launch_clusters_behind(kernel, rounds.cluster, dim3(rounds.clusters * rounds.cluster),
-                                dim3(THREADS), shared, stream, p, maps,
-                                p.num_heads / p.num_kv_heads, stages);
+  int const blocks = rounds.clusters * rounds.cluster;
+  // With processors to spare the blocks start while the kernel in front still runs.
+  bool const rehearses = 2 * blocks <= device.processors;
+  return launch_clusters_behind(kernel, rounds.cluster, dim3(blocks), dim3(THREADS), shared, stream,
+                                p, maps, p.num_heads / p.num_kv_heads, stages, rehearses);
 }
 
 template <class Cache, bool kBulk>
@@ -635,8 +654,8 @@ cudaError_t launch(PagedDecodeParams const& p, void* workspace, cudaStream_t str
   if (is_portable) return launch_shares<Cache, 1, true, false>(p, 1, device, workspace, stream);
   int const items = p.num_decode * p.q_len * p.num_kv_heads;
   Rounds const rounds = rounds_of(items, p.top_k, device.processors);
-  return rounds.cluster == 1 ? launch_rounds<Cache, false>(p, rounds, items, stream)
-                             : launch_rounds<Cache, true>(p, rounds, items, stream);
+  return rounds.cluster == 1 ? launch_rounds<Cache, false>(p, device, rounds, items, stream)
+                             : launch_rounds<Cache, true>(p, device, rounds, items, stream);
 }
 
 // The first key's address is that of its page's first byte, values lie half a page behind.
