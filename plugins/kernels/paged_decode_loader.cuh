@@ -14,8 +14,9 @@ constexpr int WARP_BYTES = 8192;  // of a stage: keys and values, later the warp
 constexpr int STAGE_BYTES = WARPS * WARP_BYTES;
 static_assert(WARP_BYTES == 16 * kHeadSize * sizeof(float));
 
-// kRowWarps tiles of 16 query rows (row = token of the item * group + query head of the KV head), one
-// a warp of a team. A team takes slices of the pages, on its own through its own ring of stages.
+// kRowWarps tiles of 16 query rows (row = token of the item * group + query head of the KV head),
+// one a warp of a team. A team takes slices of the pages, on its own through its own ring of
+// stages.
 template <class Cache, int kRowWarps>
 struct Shape {
   static constexpr int ROWS = 16 * kRowWarps;
@@ -40,10 +41,12 @@ struct alignas(128) DecodeShared {
   uint8_t queries[16 * kRowWarps * kHeadSize * 2];
   float maxima[TEAMS][16 * kRowWarps];
   float sums[TEAMS][16 * kRowWarps];
-  int2 pages[WARPS][32];  // of a chunk: page, and keys from its first on that the item sees
+  float rehearsal[kHeadSize];  // what a rehearsal computes
+  int2 pages[WARPS][32];       // of a chunk: page, and keys from its first on that the item sees
   uint64_t arrived[TEAMS][MAX_STAGES];
   int32_t last_stage[TEAMS];
-  // Keys from the slice's first on that the item's last token sees; LAST_SLICE when it ends a segment.
+  // Keys from the slice's first on that the item's last token sees; LAST_SLICE when it ends a
+  // segment.
   int32_t slices[WARPS][MAX_STAGES];
 };
 constexpr int32_t LAST_SLICE = 1 << 16;

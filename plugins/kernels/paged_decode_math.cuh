@@ -18,8 +18,8 @@ __device__ inline uint32_t key_chunk(int rows, int key, int chunk) {
   return chunk / 8 * rows * 128 + swizzled<8>(key, chunk % 8);
 }
 
-// Query rows of a warp as fragments of products over 16 channels. An e4m3 cache takes fp16 products:
-// the rows are then scaled by a power of two, which `scale` takes back.
+// Query rows of a warp as fragments of products over 16 channels. An e4m3 cache takes fp16
+// products: the rows are then scaled by a power of two, which `scale` takes back.
 struct Queries {
   uint32_t fragment[kHeadSize / 16][4];
   float scale[2];  // of rows lane / 4 and lane / 4 + 8
@@ -30,7 +30,7 @@ struct Products;
 
 template <>
 struct Products<Bf16> {
-  static constexpr int KEYS = 16;                   // that a warp takes at once
+  static constexpr int KEYS = 16;                    // that a warp takes at once
   static constexpr int CHUNKS = kHeadSize * 2 / 16;  // 16-byte chunks of a key
   static constexpr float WEIGHT_SHIFT = 0.f;
 
@@ -93,8 +93,8 @@ __device__ inline uint32_t widen(uint32_t pair) {
   return reinterpret_cast<uint32_t const&>(wide);
 }
 
-// A product's channels and keys may come in any order: lane j of four has channels 4 j .. 4 j + 3 of
-// the queries and keys.
+// A product's channels and keys may come in any order: lane j of four has channels 4 j .. 4 j + 3
+// of the queries and keys.
 template <>
 struct Products<E4m3> {
   static constexpr int KEYS = 32;
@@ -164,17 +164,14 @@ struct Products<E4m3> {
   __device__ static void store(float* row, int swizzle, int n, int h,
                                float const (&out)[kHeadSize / 8][4]) {
     int const channel = 16 * n + threadIdx.x % 4 * 4;
-    *reinterpret_cast<float4*>(row + (channel ^ swizzle)) =
-        make_float4(out[2 * n][2 * h], out[2 * n + 1][2 * h], out[2 * n][2 * h + 1],
-                    out[2 * n + 1][2 * h + 1]);
+    *reinterpret_cast<float4*>(row + (channel ^ swizzle)) = make_float4(
+        out[2 * n][2 * h], out[2 * n + 1][2 * h], out[2 * n][2 * h + 1], out[2 * n + 1][2 * h + 1]);
   }
 
  private:
   __device__ static uint2 load_8_bytes(uint32_t address) {
     uint2 bits;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n"
-                 : "=r"(bits.x), "=r"(bits.y)
-                 : "r"(address));
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(bits.x), "=r"(bits.y) : "r"(address));
     return bits;
   }
   __device__ static float value(uint2 bits, int i) {
@@ -197,7 +194,8 @@ struct State {
   }
 };
 
-// Adds KEYS keys and values of a slice of `rows`. Row h of the lane sees the first `limit[h]` of them.
+// Adds KEYS keys and values of a slice of `rows`. Row h of the lane sees the first `limit[h]` of
+// them.
 template <class Cache>
 __device__ void attend(State& state, Queries const& q, float scale_log2, uint32_t keys,
                        uint32_t values, int rows, int32_t const (&limit)[2]) {

@@ -4,8 +4,8 @@
 #include "kernels/packed_tokens.cuh"
 #include "kernels/smxx_paged_decode.h"
 
-// Which pages each block of the decode kernel reads. An item is one KV head of one query token, or of
-// several neighbouring ones that share their keys; its pages are those of the context or of the
+// Which pages each block of the decode kernel reads. An item is one KV head of one query token, or
+// of several neighbouring ones that share their keys; its pages are those of the context or of the
 // selection. A schedule walks a block over its segments, each a share of an item's pages.
 namespace m3::kernels {
 
@@ -40,8 +40,8 @@ struct DecodeShares {
 
 // All items' pages laid end to end, of which each block takes an equal share. An item may so be cut
 // into pieces by several blocks, and a block leaves at most two pieces unfinished: one that began
-// before its share and one that ends behind it. All lanes of a warp hold the same cursor and call it
-// together.
+// before its share and one that ends behind it. All lanes of a warp hold the same cursor and call
+// it together.
 class DecodeCursor {
  public:
   __device__ DecodeCursor(PagedDecodeParams const& p, int group_tokens)
@@ -205,8 +205,9 @@ __device__ __noinline__ int2 find_token(PackedTokens tokens, int32_t token) {
   return make_int2(max(0, place.request), place.position + 1);
 }
 
-// Whole items, one query token and KV head each, in rounds: block or cluster `first` of `step` takes
-// every step-th one. Where the item belongs is read ahead: read() starts it, resolve() takes it.
+// Whole items, one query token and KV head each, in rounds: block or cluster `first` of `step`
+// takes every step-th one. Where the item belongs is read ahead: read() starts it, resolve() takes
+// it.
 class ItemRounds {
  public:
   __device__ ItemRounds(PagedDecodeParams const& p, int32_t first, int32_t step)

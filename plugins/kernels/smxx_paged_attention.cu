@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
 
 template <class T>
 void launch(PagedAttentionParams const& p, cudaStream_t stream) {
-  dim3 const grid(p.tokens.num_tokens, p.num_kv_heads);
+  dim3 const grid(p.num_rows, p.num_kv_heads);
   if (p.kv_scale == nullptr) {
     paged_attention_kernel<T, T><<<grid, kAttentionThreads, 0, stream>>>(p);
   } else {
@@ -39,7 +39,7 @@ void launch(PagedAttentionParams const& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_paged_attention(PagedAttentionParams const& p, cudaStream_t stream) {
-  if (p.tokens.num_tokens == 0) return cudaSuccess;
+  if (p.num_rows == 0) return cudaSuccess;
   if (p.num_heads % p.num_kv_heads != 0 || p.num_heads > kMaxGroup * p.num_kv_heads) {
     return cudaErrorInvalidValue;
   }

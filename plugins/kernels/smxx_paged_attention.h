@@ -13,13 +13,14 @@ struct PagedAttentionParams {  // shapes: N tokens, P pages, B = 128, D = 128
   void const* kv_cache;   // [P, 2, B, Hkv, D]
   float const* kv_scale;  // [1] when the cache is e4m3: real = stored * scale; else null
   void* out;              // [N, Hq * D]; zero for padding
+  int32_t num_rows;       // the first tokens, which this launch computes
   int32_t num_heads;      // Hq = Hkv times 1 .. 16
   int32_t num_kv_heads;   // Hkv
   float softmax_scale;
   Type type;  // of q and out, and of the cache when there is no scale
 };
 
-// Causal attention of every token over its request's pages; context and decode rows alike.
+// Causal attention of the rows over their requests' pages; context and decode rows alike.
 cudaError_t launch_paged_attention(PagedAttentionParams const& p, cudaStream_t stream);
 
 }  // namespace m3::kernels

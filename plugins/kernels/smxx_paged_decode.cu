@@ -11,9 +11,9 @@ namespace {
 
 using namespace paged_decode;
 
-constexpr int MERGE_ROWS = 4;     // of a merge block
-constexpr int MERGE_WARPS = 2;    // of a row
-constexpr int MAX_BLOCKS = 192;   // one a multiprocessor
+constexpr int MERGE_ROWS = 4;    // of a merge block
+constexpr int MERGE_WARPS = 2;   // of a row
+constexpr int MAX_BLOCKS = 192;  // one a multiprocessor
 
 // What a block leaves of an item that it does not finish alone.
 struct Split {
@@ -38,8 +38,8 @@ Workspace carve(void* memory, int rows) {
   return {out, totals, reinterpret_cast<Split*>(totals + int64_t{MAX_BLOCKS} * 2 * rows)};
 }
 
-// Where the blocks of a cluster leave their results of an item for each other: each row for the block
-// that writes it. Twice, so that a block can leave the next item's while others read.
+// Where the blocks of a cluster leave their results of an item for each other: each row for the
+// block that writes it. Twice, so that a block can leave the next item's while others read.
 constexpr int MAX_SLOTS = 20;  // blocks times rows of each, see CLUSTERS
 struct alignas(128) Exchange {
   float out[2][MAX_SLOTS][kHeadSize];  // [block, row of the receiver]
@@ -54,10 +54,11 @@ __device__ float share(float maximum, float largest) {
 
 // Four channels of a row of the output.
 __device__ void write_row(PagedDecodeParams const& p, int64_t query, int channel, float4 sum,
-                          float total) {
+                          float total, bool rehearses = false) {
   float const scale = p.kv_scale == nullptr ? 1.f : *p.kv_scale;
   float const factor = total == 0.f ? 0.f : __fdividef(scale, total);
-  store4(static_cast<Bf16*>(p.out) + query * kHeadSize + channel, sum * factor);
+  sum = sum * factor;
+  if (!rehearses) store4(static_cast<Bf16*>(p.out) + query * kHeadSize + channel, sum);
 }
 
 // Starts an item's query rows on their way.
@@ -75,15 +76,18 @@ __device__ void copy_queries(PagedDecodeParams const& p, Schedule const& at, int
   }
 }
 
-// Adds up what the teams have of a segment and calls emit(row, channel, maximum, total, sum) for four
-// channels each. Before the memory is used again the caller waits for all threads.
+// Adds up what the teams have of a segment and calls emit(row, channel, maximum, total, sum) for
+// four channels each. Before the memory is used again the caller waits for all threads.
 template <class Cache, int kRowWarps, class Emit>
 __device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, int stage,
-                            State const& state, Emit const& emit) {
+                            State const& state, bool rehearses, Emit const& emit) {
   constexpr int TEAMS = Shape<Cache, kRowWarps>::TEAMS;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Team const team(kRowWarps);
-  auto* const own = reinterpret_cast<float*>(memory + stage * STAGE_BYTES + warp * WARP_BYTES);
+  auto* const own =
+      rehearses ? shared.rehearsal
+                : reinterpret_cast<float*>(memory + stage * STAGE_BYTES + warp * WARP_BYTES);
+  int const row_size = rehearses ? 0 : kHeadSize;
   shared.last_stage[team.index] = stage;
   team_sync<kRowWarps>(team);  // every warp of the team has read the stage
 #pragma unroll
@@ -96,7 +100,7 @@ __device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, in
     }
 #pragma unroll
     for (int n = 0; n < kHeadSize / 16; ++n) {
-      Products<Cache>::store(own + local * kHeadSize, local % 8 * 8, n, h, state.out);
+      Products<Cache>::store(own + local * row_size, local % 8 * 8, n, h, state.out);
     }
   }
   __syncthreads();
@@ -112,10 +116,9 @@ __device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, in
     for (int t = 0; t < TEAMS; ++t) {
       float const factor = share(shared.maxima[t][row], maximum);
       total += shared.sums[t][row] * factor;
-      auto const* const from =
-          reinterpret_cast<float const*>(memory + shared.last_stage[t] * STAGE_BYTES +
-                                         (t * kRowWarps + part) * WARP_BYTES) +
-          local * kHeadSize;
+      auto const* const team_rows = reinterpret_cast<float const*>(
+          memory + shared.last_stage[t] * STAGE_BYTES + (t * kRowWarps + part) * WARP_BYTES);
+      auto const* const from = (rehearses ? shared.rehearsal : team_rows) + local * row_size;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         axpy4(sum[i], load4(from + ((channel + 64 * i) ^ (local % 8 * 8))), factor);
@@ -133,11 +136,11 @@ struct OwnItems {
 
   template <class Cache>
   __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
-                      State const& state, bool) {
-    merge_teams<Cache, 1>(shared, memory, stage, state,
+                      State const& state, bool rehearses) {
+    merge_teams<Cache, 1>(shared, memory, stage, state, rehearses,
                           [&](int row, int channel, float, float total, float4 sum) {
                             if (row >= group) return;
-                            write_row(p, at.query(row, group), channel, sum, total);
+                            write_row(p, at.query(row, group), channel, sum, total, rehearses);
                           });
     fence_bulk();
     __syncthreads();
@@ -163,18 +166,18 @@ struct JoinedItems {
       expect_exchange(arrived, blocks * own_rows * (kHeadSize * sizeof(float) + sizeof(float2)));
     }
     if (round == 0 && !rehearses) cluster_wait();  // all blocks have started
-    merge_teams<Cache, 1>(
-        shared, memory, stage, state,
-        [&](int row, int channel, float maximum, float total, float4 sum) {
-          if (row >= group || rehearses) return;
-          int const owner = row / rows, slot = rank * rows + row - owner * rows;
-          auto* const to = reinterpret_cast<float4*>(&exchange.out[buffer][slot][channel]);
-          store_remote(to, arrived, owner, sum);
-          if (channel == 0) {
-            store_remote(&exchange.totals[buffer][slot], arrived, owner,
-                         make_float2(maximum, total));
-          }
-        });
+    merge_teams<Cache, 1>(shared, memory, stage, state, rehearses,
+                          [&](int row, int channel, float maximum, float total, float4 sum) {
+                            if (row >= group) return;
+                            int const owner = row / rows, slot = rank * rows + row - owner * rows;
+                            auto* const to =
+                                reinterpret_cast<float4*>(&exchange.out[buffer][slot][channel]);
+                            if (!rehearses) store_remote(to, arrived, owner, sum);
+                            if (channel == 0 && !rehearses) {
+                              store_remote(&exchange.totals[buffer][slot], arrived, owner,
+                                           make_float2(maximum, total));
+                            }
+                          });
     if (!rehearses) {
       wait_exchange(arrived, round / 2 % 2);
       ++round;
@@ -192,7 +195,7 @@ struct JoinedItems {
         total += totals[slot].y * factor;
         axpy4(sum, load4(&exchange.out[buffer][slot][channel]), factor);
       }
-      if (!rehearses) write_row(p, at.query(rank * rows + row, group), channel, sum, total);
+      write_row(p, at.query(rank * rows + row, group), channel, sum, total, rehearses);
     }
     fence_bulk();
     __syncthreads();
@@ -216,7 +219,7 @@ struct SharedItems {
     bool const ends_here = at.end() == item.num_pages;
     int const piece = at.first() > 0 ? 0 : ends_here ? -1 : 1;
     merge_teams<Cache, kRowWarps>(
-        shared, memory, stage, state,
+        shared, memory, stage, state, false,
         [&](int row, int channel, float maximum, float total, float4 sum) {
           int64_t const query = at.query(row, group);
           if (query < 0) return;
@@ -238,20 +241,21 @@ struct SharedItems {
   }
 };
 
-// All segments of a schedule, which has been read: each team streams its slices through its stages and
-// its own softmax; only the beginning and the end of a segment bring the block together. A rehearsal on
-// whatever lies in shared memory, before the kernel in front has ended, fetches the code: else that
-// comes from L2, line by line, when the data is there.
+// All segments of a schedule, which has been read: each team streams its slices through its stages
+// and its own softmax; only the beginning and the end of a segment bring the block together. A
+// rehearsal on whatever lies in shared memory fetches the code, which else comes from L2, line by
+// line, when the data is there: `early`, before the kernel in front has ended, or while the first
+// slices are coming.
 template <class Cache, int kRowWarps, bool kSelected, bool kBulk, class Schedule, class Finish>
 __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps, int group,
                                 Schedule at, int rank, int blocks, uint8_t* memory, int stages,
-                                bool rehearses, Finish& finish) {
+                                bool rehearses, bool early, Finish& finish) {
   using S = Shape<Cache, kRowWarps>;
   using P = Products<Cache>;
   auto& shared = *reinterpret_cast<DecodeShared<kRowWarps>*>(memory + stages * STAGE_BYTES);
   Team const team(kRowWarps);
-  Loader<Cache, kRowWarps, kSelected, kBulk, Schedule> loader(
-      p, maps, at, rank, blocks, shared_address(memory), shared);
+  Loader<Cache, kRowWarps, kSelected, kBulk, Schedule> loader(p, maps, at, rank, blocks,
+                                                              shared_address(memory), shared);
   int32_t token[2];  // of the item, to which the lane's rows belong
   for (int h = 0; h < 2; ++h) {
     token[h] = at.token_of(team.row_warp * 16 + 8 * h + threadIdx.x % 32 / 4, group);
@@ -273,26 +277,27 @@ __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps
     copy_queries(p, at, group, shared);
     if (p.kv_scale != nullptr) scale_log2 *= *p.kv_scale;
   };
-  if (!rehearses) begin();
+  bool loads = !early;
+  if (loads) begin();
   for (;;) {
-    if (!rehearses) {
+    if (loads) {
       loader.load(stage);
       commit_copies();
       stage = stage + 1 == stages ? 0 : stage + 1;
       if (filled < stages && ++filled < stages) continue;
     }
+    loads = true;
     if (is_first) {
       wait_copies<0>();
       __syncthreads();
       P::load(q, queries);
       is_first = false;
     }
-    if (!kBulk) {
+    if (!kBulk && !rehearses) {
       wait_for_oldest(stages);
       team_sync<kRowWarps>(team);
     }
-    int32_t const slice =
-        rehearses ? S::KEYS | LAST_SLICE : shared.slices[threadIdx.x / 32][stage];
+    int32_t const slice = rehearses ? S::KEYS | LAST_SLICE : shared.slices[threadIdx.x / 32][stage];
     int32_t const visible = slice & (LAST_SLICE - 1);
     uint32_t const keys = ring + stage * STAGE_BYTES;
     if (kBulk && visible > 0 && !rehearses) {
@@ -318,12 +323,14 @@ __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps
     if ((slice & LAST_SLICE) != 0) {
       finish.template end<Cache>(at, shared, memory, stage, state, rehearses);
       state.clear();
-      is_first = true;
       if (rehearses) {
         rehearses = false;
-        begin();
+        is_first = early;
+        if (early) begin();
+        loads = early;
         continue;
       }
+      is_first = true;
       at.next();
       if (at.done()) break;
       copy_queries(p, at, group, shared);
@@ -361,11 +368,12 @@ __device__ void prefetch(void const* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// A selection's pages may lie anywhere in the row of the table.
+// A selection's pages may lie anywhere in the row of the table. One warp's work: the others need
+// not wait for the length.
 __device__ void prefetch_table(PagedDecodeParams const& p, int32_t request, int32_t length) {
   int32_t const* const row = p.tokens.block_offsets + int64_t{request} * p.tokens.max_pages;
   int32_t const end = min(p.tokens.max_pages, (length + kBlockSize - 1) / kBlockSize);
-  for (int32_t i = threadIdx.x * 32; i < end; i += THREADS * 32) prefetch(row + i);
+  for (int32_t i = threadIdx.x % 32 * 32; i < end; i += 32 * 32) prefetch(row + i);
 }
 
 // Selections, an item a cluster. Grid: clusters in rounds over the items.
@@ -373,13 +381,13 @@ template <class Cache, bool kJoins>
 __global__ void __launch_bounds__(THREADS, 1)
     selected_decode_kernel(__grid_constant__ PagedDecodeParams const p,
                            __grid_constant__ BulkMaps const maps, int group, int stages,
-                           bool rehearses) {
+                           bool early) {
   extern __shared__ __align__(1024) uint8_t memory[];
   let_next_kernel_start();
   init_stages(*reinterpret_cast<DecodeShared<1>*>(memory + stages * STAGE_BYTES), maps);
   int const blocks = kJoins ? cluster_size() : 1, rank = kJoins ? cluster_rank() : 0;
-  auto& exchange = *reinterpret_cast<Exchange*>(memory + stages * STAGE_BYTES +
-                                                sizeof(DecodeShared<1>));
+  auto& exchange =
+      *reinterpret_cast<Exchange*>(memory + stages * STAGE_BYTES + sizeof(DecodeShared<1>));
   if constexpr (kJoins) {
     if (threadIdx.x == 0) {
       init_exchange(&exchange.arrived[0]);
@@ -394,22 +402,24 @@ __global__ void __launch_bounds__(THREADS, 1)
   // What the kernel before has yet to write may be on its way to L2 already.
   int64_t const ids = int64_t{at.head()} * p.tokens.num_tokens + at.first_token();
   if (threadIdx.x < group * kHeadSize * sizeof(Bf16) / 128) {
-    prefetch(static_cast<uint8_t const*>(p.q) +
-             at.query(0, group) * kHeadSize * sizeof(Bf16) + threadIdx.x * 128);
+    prefetch(static_cast<uint8_t const*>(p.q) + at.query(0, group) * kHeadSize * sizeof(Bf16) +
+             threadIdx.x * 128);
   } else if (threadIdx.x >= THREADS - 2) {
     prefetch(p.block_ids + ids * p.top_k + (threadIdx.x == THREADS - 1 ? p.top_k - 1 : 0));
   }
-  ItemRounds ahead = at;
-  ahead.resolve();
-  prefetch_table(p, ahead.request(), ahead.length());
+  if (threadIdx.x < 32) {
+    ItemRounds ahead = at;
+    ahead.resolve();
+    prefetch_table(p, ahead.request(), ahead.length());
+  }
   if constexpr (kJoins) {
     JoinedItems finish{p, group, exchange, rank, blocks, (kMaxGroup + blocks - 1) / blocks};
-    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages,
-                                          rehearses, finish);
+    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, true,
+                                          early, finish);
   } else {
     OwnItems finish{p, group};
-    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, false,
-                                          finish);
+    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, true,
+                                          false, finish);
   }
 }
 
@@ -437,10 +447,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
   cursor.seek(begin, count);
-  if (kSelected) prefetch_table(p, cursor.request(), cursor.length());
+  if (kSelected && threadIdx.x < 32) prefetch_table(p, cursor.request(), cursor.length());
   SharedItems<kRowWarps> finish{p, group, workspace, shares, begin};
   attend_segments<Cache, kRowWarps, kSelected, kBulk>(p, maps, group, cursor, 0, 1, memory,
-                                                      MAX_STAGES, false, finish);
+                                                      MAX_STAGES, false, false, finish);
   if (threadIdx.x == 0) workspace.splits[block] = finish.split;
   clear_padding(p);
 }
@@ -495,13 +505,13 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS * MERGE_ROWS)
   if (part == 1 || !valid) return;
   axpy4(sum, sums[local_row][lane], 1.f);
   total += totals[local_row];
-  int64_t const query = int64_t{split.first_token + row / group} * p.num_heads +
-                        split.head * group + row % group;
+  int64_t const query =
+      int64_t{split.first_token + row / group} * p.num_heads + split.head * group + row % group;
   write_row(p, query, 4 * lane, sum, total);
 }
 
-// Warps of 16 query rows that an item gets, and the tokens that fit into them. A selection belongs to
-// one token, so its items have one.
+// Warps of 16 query rows that an item gets, and the tokens that fit into them. A selection belongs
+// to one token, so its items have one.
 struct Tiling {
   int row_warps, tokens;
 };
@@ -538,9 +548,12 @@ cudaError_t encode_view(BulkMaps& maps, DecodeView const& view, int keys) {
   cuuint64_t const strides[] = {view.token_stride * bytes, view.page_stride * bytes};
   cuuint32_t const box[] = {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(keys), 1};
   auto const type = bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  cudaError_t const status = encode_tensor_map(maps.keys, view.keys, type, 3, dims, strides, box);
+  // Fetching more than a row of the box would fetch another head's keys.
+  auto const promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  cudaError_t const status =
+      encode_tensor_map(maps.keys, view.keys, type, 3, dims, strides, box, promotion);
   if (status != cudaSuccess) return status;
-  return encode_tensor_map(maps.values, view.values, type, 3, dims, strides, box);
+  return encode_tensor_map(maps.values, view.values, type, 3, dims, strides, box, promotion);
 }
 
 template <class Cache, int kRowWarps, bool kSelected, bool kBulk>
@@ -561,12 +574,11 @@ cudaError_t launch_shares(PagedDecodeParams const& p, int group_tokens, Device c
   status = cudaFuncSetAttribute(merge_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                 cudaSharedmemCarveoutMaxShared);
   if (status != cudaSuccess) return status;
-  status = launch_behind(kernel, dim3(blocks), dim3(THREADS), SHARED, stream, p, maps,
-                         group, group_tokens, workspace);
+  status = launch_behind(kernel, dim3(blocks), dim3(THREADS), SHARED, stream, p, maps, group,
+                         group_tokens, workspace);
   if (status != cudaSuccess) return status;
   return launch_behind(
-      merge_kernel,
-      dim3(blocks, static_cast<unsigned>(ceil_div(group * group_tokens, MERGE_ROWS))),
+      merge_kernel, dim3(blocks, static_cast<unsigned>(ceil_div(group * group_tokens, MERGE_ROWS))),
       dim3(32 * MERGE_WARPS * MERGE_ROWS), 0, stream, p, static_cast<int>(S::ROWS), workspace);
 }
 
@@ -582,16 +594,15 @@ constexpr int MEASURED_PROCESSORS = 132;
 constexpr Rounds CLUSTERS[] = {{1, 132}, {2, 66}, {3, 39}, {4, 30},
                                {5, 22},  {6, 17}, {8, 15}, {16, 7}};
 
-// The cluster with the shortest rounds, counted in eighths of a page: a block's share of an item, and
-// the time that ending it takes.
+// The cluster with the shortest rounds, counted in eighths of a page: a block's share of an item,
+// and the time that ending it takes.
 Rounds rounds_of(int items, int top_k, int processors) {
   Rounds best{};
   int64_t best_cost = 0;
   for (Rounds const& size : CLUSTERS) {
     int const at_once = std::max(1, size.clusters * processors / MEASURED_PROCESSORS);
     int64_t const rounds = ceil_div(items, at_once);
-    int64_t const cost =
-        rounds * (ceil_div(8 * top_k, size.cluster) + (size.cluster > 1 ? 12 : 4));
+    int64_t const cost = rounds * (ceil_div(8 * top_k, size.cluster) + (size.cluster > 1 ? 12 : 4));
     if (best.cluster == 0 || cost < best_cost) {
       best = {size.cluster, static_cast<int>(ceil_div(items, rounds))};
       best_cost = cost;
@@ -608,8 +619,8 @@ cudaError_t launch_rounds(PagedDecodeParams const& p, Device const& device, Roun
   using S = Shape<Cache, 1>;
   int const slices = static_cast<int>(ceil_div(p.top_k * S::SLICES, rounds.cluster * S::TEAMS));
   int const stages = rounds.clusters == items ? std::min(MAX_STAGES, slices) : MAX_STAGES;
-  size_t const shared = stages * STAGE_BYTES + sizeof(DecodeShared<1>) +
-                        (kJoins ? sizeof(Exchange) : 0);
+  size_t const shared =
+      stages * STAGE_BYTES + sizeof(DecodeShared<1>) + (kJoins ? sizeof(Exchange) : 0);
   cudaError_t status = allow_shared(kernel, shared);
   if (status != cudaSuccess) return status;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -619,9 +630,9 @@ cudaError_t launch_rounds(PagedDecodeParams const& p, Device const& device, Roun
   if (status != cudaSuccess) return status;
   int const blocks = rounds.clusters * rounds.cluster;
   // With processors to spare the blocks start while the kernel in front still runs.
-  bool const rehearses = 2 * blocks <= device.processors;
+  bool const early = kJoins && 2 * blocks <= device.processors;
   return launch_clusters_behind(kernel, rounds.cluster, dim3(blocks), dim3(THREADS), shared, stream,
-                                p, maps, p.num_heads / p.num_kv_heads, stages, rehearses);
+                                p, maps, p.num_heads / p.num_kv_heads, stages, early);
 }
 
 template <class Cache, bool kBulk>

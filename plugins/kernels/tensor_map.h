@@ -11,9 +11,10 @@ namespace m3::kernels {
 // Describes a tensor of up to 4 `dims`, the innermost first and without gaps, to TMA: boxes with a
 // 128-byte swizzle (box[0] is 128 bytes), zeros outside. `strides`: bytes, of all dims but the
 // innermost. The driver's encoder is found at the first call.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* data, CUtensorMapDataType type,
-                                     int rank, cuuint64_t const* dims, cuuint64_t const* strides,
-                                     cuuint32_t const* box) {
+inline cudaError_t encode_tensor_map(
+    CUtensorMap& map, void const* data, CUtensorMapDataType type, int rank, cuuint64_t const* dims,
+    cuuint64_t const* strides, cuuint32_t const* box,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
@@ -26,8 +27,8 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* data, CUtenso
   cuuint32_t const steps[] = {1, 1, 1, 1};
   CUresult const status =
       encode(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), dims, strides, box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -3,7 +3,6 @@
 #include "common/creator.h"
 #include "common/paged_inputs.h"
 #include "kernels/paged_prefill.h"
-#include "kernels/smxx_paged_attention.h"
 #include "kernels/smxx_paged_decode.h"
 
 namespace m3 {
@@ -18,8 +17,10 @@ enum Input : int32_t {
   kKvScale,
 };
 
-bool all_bf16(nvinfer1::DataType q, nvinfer1::DataType kv_cache) {
-  return q == nvinfer1::DataType::kBF16 && kv_cache == nvinfer1::DataType::kBF16;
+// Whether the split kernel serves the decode rows.
+bool splits_decode(nvinfer1::DataType q, nvinfer1::DataType kv_cache) {
+  return q == nvinfer1::DataType::kBF16 &&
+         (kv_cache == nvinfer1::DataType::kBF16 || kv_cache == nvinfer1::DataType::kFP8);
 }
 
 cudaError_t launch_prefill(kernels::PagedPrefillParams const& p, cudaStream_t stream) {
@@ -59,7 +60,7 @@ void PagedAttentionPlugin::check_shapes(Shapes const& shapes) const {
 }
 
 size_t PagedAttentionPlugin::workspace_bytes(Shapes const& largest) const {
-  if (!all_bf16(largest.in_types[kQ], largest.in_types[kKvCache])) return 0;
+  if (!splits_decode(largest.in_types[kQ], largest.in_types[kKvCache])) return 0;
   auto const q_len = static_cast<int32_t>(largest.in[kDecodeRows].d[1]);
   return kernels::paged_decode_workspace(static_cast<int32_t>(largest.in[kQ].d[1]),
                                          static_cast<int32_t>(kv_heads(largest.in[kKvCache])),
@@ -67,51 +68,53 @@ size_t PagedAttentionPlugin::workspace_bytes(Shapes const& largest) const {
 }
 
 void PagedAttentionPlugin::enqueue_step(Step const& step) const {
-  if (all_bf16(step.in[kQ].type, step.in[kKvCache].type)) return enqueue_bf16(step);
   nvinfer1::Dims const& q = step.in[kQ].dims;
+  nvinfer1::DataType const cache_type = step.in[kKvCache].type;
   kernels::PagedAttentionParams p{};
   p.tokens = packed_tokens(step, kPacked, q.d[0]);
   p.q = step.inputs[kQ];
   p.kv_cache = step.inputs[kKvCache];
-  p.kv_scale = cache_scale(step, step.in[kKvCache].type, kKvScale);
+  p.kv_scale = cache_scale(step, cache_type, kKvScale);
   p.out = step.outputs[0];
+  p.num_rows = p.tokens.num_tokens;
   p.num_heads = static_cast<int32_t>(q.d[1]);
   p.num_kv_heads = static_cast<int32_t>(step.in[kKvCache].dims.d[3]);
   p.softmax_scale = attributes().softmax_scale;
   p.type = kernel_type(step.in[kQ].type);
+  if (splits_decode(step.in[kQ].type, cache_type)) {
+    RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
+    p.num_rows = rows.context_tokens;
+    kernels::PagedDecodeParams decode{};
+    decode.tokens = p.tokens;
+    decode.view = kernels::view_of_pages(p.kv_cache, p.num_kv_heads, kernel_type(cache_type));
+    decode.kv_scale = p.kv_scale;
+    decode.q = p.q;
+    decode.out = p.out;
+    decode.num_heads = p.num_heads;
+    decode.num_kv_heads = p.num_kv_heads;
+    decode.num_decode = rows.num_decode;
+    decode.q_len = rows.q_len;
+    decode.softmax_scale = p.softmax_scale;
+    check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
+    if (cache_type == nvinfer1::DataType::kBF16) return enqueue_prefill(step, p, rows);
+  }
   check_launch(kernels::launch_paged_attention(p, step.stream), "paged_attention");
 }
 
-void PagedAttentionPlugin::enqueue_bf16(Step const& step) const {
-  nvinfer1::Dims const& q = step.in[kQ].dims;
-  nvinfer1::Dims const& kv_cache = step.in[kKvCache].dims;
-  kernels::PackedTokens const tokens = packed_tokens(step, kPacked, q.d[0]);
-  RowSplit const rows = split_rows(step.in[kDecodeRows].dims, tokens);
-
+void PagedAttentionPlugin::enqueue_prefill(Step const& step, kernels::PagedAttentionParams const& p,
+                                           RowSplit const& rows) const {
   kernels::PagedPrefillParams context{};
-  context.tokens = tokens;
-  context.q = step.inputs[kQ];
-  context.kv_cache = step.inputs[kKvCache];
-  context.out = step.outputs[0];
-  context.num_heads = static_cast<int32_t>(q.d[1]);
-  context.num_kv_heads = static_cast<int32_t>(kv_cache.d[3]);
-  context.num_pages = static_cast<int32_t>(kv_cache.d[0]);
+  context.tokens = p.tokens;
+  context.q = p.q;
+  context.kv_cache = p.kv_cache;
+  context.out = p.out;
+  context.num_heads = p.num_heads;
+  context.num_kv_heads = p.num_kv_heads;
+  context.num_pages = static_cast<int32_t>(step.in[kKvCache].dims.d[0]);
   context.num_requests = rows.context_requests;
   context.num_tokens = rows.context_tokens;
-  context.softmax_scale = attributes().softmax_scale;
+  context.softmax_scale = p.softmax_scale;
   check_launch(launch_prefill(context, step.stream), "paged_prefill");
-
-  kernels::PagedDecodeParams decode{};
-  decode.tokens = tokens;
-  decode.view = kernels::view_of_pages(step.inputs[kKvCache], context.num_kv_heads);
-  decode.q = step.inputs[kQ];
-  decode.out = step.outputs[0];
-  decode.num_heads = context.num_heads;
-  decode.num_kv_heads = context.num_kv_heads;
-  decode.num_decode = rows.num_decode;
-  decode.q_len = rows.q_len;
-  decode.softmax_scale = attributes().softmax_scale;
-  check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
 }
 
 }  // namespace m3

@@ -1,6 +1,8 @@
 #pragma once
 
+#include "common/paged_inputs.h"
 #include "common/plugin_base.h"
+#include "kernels/smxx_paged_attention.h"
 
 namespace m3 {
 
@@ -30,7 +32,8 @@ class PagedAttentionPlugin final
   void enqueue_step(Step const& step) const;
 
  private:
-  void enqueue_bf16(Step const& step) const;
+  void enqueue_prefill(Step const& step, kernels::PagedAttentionParams const& p,
+                       RowSplit const& rows) const;
 };
 
 }  // namespace m3

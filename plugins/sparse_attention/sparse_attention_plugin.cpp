@@ -22,7 +22,8 @@ enum Input : int32_t {
 
 // Whether the split kernel serves the decode rows.
 bool splits_decode(nvinfer1::DataType q, nvinfer1::DataType kv_cache, Dims const& block_ids) {
-  return q == nvinfer1::DataType::kBF16 && kv_cache == nvinfer1::DataType::kBF16 &&
+  return q == nvinfer1::DataType::kBF16 &&
+         (kv_cache == nvinfer1::DataType::kBF16 || kv_cache == nvinfer1::DataType::kFP8) &&
          block_ids.d[2] <= kernels::kMaxSelectedBlocks;
 }
 
@@ -89,7 +90,9 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
     p.num_rows = rows.context_tokens;
     kernels::PagedDecodeParams decode{};
     decode.tokens = p.tokens;
-    decode.view = kernels::view_of_virtual_pages(p.kv_cache, p.num_kv_heads);
+    decode.view = kernels::view_of_virtual_pages(p.kv_cache, p.num_kv_heads,
+                                                 kernel_type(step.in[kKvCache].type));
+    decode.kv_scale = p.kv_scale;
     decode.q = p.q;
     decode.block_ids = p.block_ids;
     decode.out = p.out;

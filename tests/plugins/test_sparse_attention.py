@@ -164,16 +164,3 @@ def test_all_blocks_selected_is_dense_attention_bit_for_bit() -> None:
     sparse = harness.run(node("f32", "f32", 32, 2), inputs)["out"]
     dense = harness.run(paged.node("f32", "f32", 32, 2), inputs)["out"]
     assert harness.same_bits(sparse, dense)
-
-
-@pytest.mark.gpu
-@pytest.mark.full
-@gpu
-def test_selected_decode_is_dense_decode_of_equal_pages_bit_for_bit() -> None:
-    """Through virtual pages or whole ones, rows of full pages are the same tiles, split alike."""
-    batch = make_step([], [2048, 128, 1024, 2048])
-    inputs = inputs_of(batch, "bf16", "bf16", 32, 2)
-    inputs["block_ids"] = choose(batch, 2, TOP_K)
-    sparse = harness.run(node("bf16", "bf16", 32, 2), inputs)["out"]
-    dense = harness.run(paged.node("bf16", "bf16", 32, 2), inputs)["out"]
-    assert harness.same_bits(sparse, dense)
