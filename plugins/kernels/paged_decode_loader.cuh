@@ -75,8 +75,8 @@ class Loader {
   using S = Shape<Cache, kRowWarps>;
 
  public:
-  // `schedule` was read; of `blocks` that share a segment's pages this is number `rank`. Nothing is
-  // read before begin().
+  // `schedule` was read; of `blocks` that share a segment's pages this is number `rank`. Before
+  // begin() there is nothing to load, and no id or page is read.
   __device__ Loader(PagedDecodeParams const& p, BulkMaps const& maps, Schedule const& schedule,
                     int rank, int blocks, uint32_t stages, DecodeShared<kRowWarps>& shared)
       : p_(p),
@@ -90,7 +90,9 @@ class Loader {
         part_(team_.index * blocks + rank),
         parts_(S::TEAMS * blocks) {}
 
-  __device__ void begin() {
+  __device__ void begin(Schedule const& schedule) {
+    ahead_ = schedule;
+    is_spent_ = true;
     base_ = ahead_.first();
     read_ids();
   }

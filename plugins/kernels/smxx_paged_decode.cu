@@ -273,16 +273,18 @@ __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps
   // So far only inputs of the step were used, from here on results of its kernels.
   auto const begin = [&] {
     wait_for_previous_kernel();
-    loader.begin();
+    loader.begin(at);
     copy_queries(p, at, group, shared);
     if (p.kv_scale != nullptr) scale_log2 *= *p.kv_scale;
   };
-  bool loads = !early;
-  if (loads) begin();
+  bool loads = true;
+  if (!early) begin();
   for (;;) {
     if (loads) {
       loader.load(stage);
       commit_copies();
+    }
+    if (loads && !(early && rehearses)) {
       stage = stage + 1 == stages ? 0 : stage + 1;
       if (filled < stages && ++filled < stages) continue;
     }
@@ -630,7 +632,7 @@ cudaError_t launch_rounds(PagedDecodeParams const& p, Device const& device, Roun
   if (status != cudaSuccess) return status;
   int const blocks = rounds.clusters * rounds.cluster;
   // With processors to spare the blocks start while the kernel in front still runs.
-  bool const early = kJoins && 2 * blocks <= device.processors;
+  bool const early = kJoins && rounds.clusters == items && 2 * blocks <= device.processors;
   return launch_clusters_behind(kernel, rounds.cluster, dim3(blocks), dim3(THREADS), shared, stream,
                                 p, maps, p.num_heads / p.num_kv_heads, stages, early);
 }
