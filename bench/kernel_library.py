@@ -24,6 +24,7 @@ SOURCES = (
     ROOT / "bench" / "attention_kernels.cu",
     KERNELS / "smxx_cache_update.cu",
     KERNELS / "smxx_paged_decode.cu",
+    KERNELS / "smxx_selected_decode.cu",
     KERNELS / "smxx_paged_prefill.cu",
     KERNELS / "sm90_paged_prefill.cu",
 )

@@ -3,6 +3,7 @@
 #include "kernels/bulk_copy.cuh"
 #include "kernels/paged_decode_math.cuh"
 #include "kernels/paged_decode_schedule.cuh"
+#include "kernels/tensor_map.h"
 
 // The decode kernel's shared memory and how queries, keys and values get there.
 namespace m3::kernels::paged_decode {
@@ -28,11 +29,27 @@ struct Shape {
   static_assert(2 * SLICE_BYTES == kRowWarps * WARP_BYTES);
 };
 
-// What a lane of tensor maps needs to know: the view's keys and values as tensors of three
-// dimensions, channels and heads of a key, keys of a page, ids.
+// The view's keys and values for the copy engine, as tensors of three dimensions: channels of all
+// heads, keys of a page, ids.
 struct BulkMaps {
   CUtensorMap keys, values;
 };
+
+// For slices of `keys`.
+inline cudaError_t encode_view(BulkMaps& maps, DecodeView const& view, int keys) {
+  cuuint64_t const bytes = view.type == Type::kFloat8E4m3 ? 1 : 2;
+  // Any id: the page table says which exist.
+  cuuint64_t const dims[] = {static_cast<cuuint64_t>(view.token_stride), kBlockSize, INT32_MAX};
+  cuuint64_t const strides[] = {view.token_stride * bytes, view.page_stride * bytes};
+  cuuint32_t const box[] = {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(keys), 1};
+  auto const type = bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  // Fetching more than a row of the box would fetch another head's keys.
+  auto const promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  cudaError_t const status =
+      encode_tensor_map(maps.keys, view.keys, type, 3, dims, strides, box, promotion);
+  if (status != cudaSuccess) return status;
+  return encode_tensor_map(maps.values, view.values, type, 3, dims, strides, box, promotion);
+}
 
 // The dynamic shared memory holds the stages, then this.
 template <int kRowWarps>

@@ -200,7 +200,7 @@ class DecodeCursor {
 };
 
 // Request and keys of a decode token that is not where ItemRounds looks first; no keys for padding.
-__device__ __noinline__ int2 find_token(PackedTokens tokens, int32_t token) {
+__device__ __noinline__ inline int2 find_token(PackedTokens tokens, int32_t token) {
   TokenPlace const place = locate_token(tokens, token);
   return make_int2(max(0, place.request), place.position + 1);
 }

@@ -1,10 +1,7 @@
 #include <algorithm>
 
-#include "kernels/cluster.cuh"
-#include "kernels/paged_decode_loader.cuh"
-#include "kernels/programmatic_launch.cuh"
-#include "kernels/tensor_map.h"
-#include "kernels/vectors.cuh"
+#include "kernels/paged_decode_attend.cuh"
+#include "kernels/smxx_selected_decode.h"
 
 namespace m3::kernels {
 namespace {
@@ -37,170 +34,6 @@ Workspace carve(void* memory, int rows) {
   auto* const totals = reinterpret_cast<float2*>(out + int64_t{MAX_BLOCKS} * 2 * rows * kHeadSize);
   return {out, totals, reinterpret_cast<Split*>(totals + int64_t{MAX_BLOCKS} * 2 * rows)};
 }
-
-// Where the blocks of a cluster leave their results of an item for each other: each row for the
-// block that writes it. Twice, so that a block can leave the next item's while others read.
-constexpr int MAX_SLOTS = 20;  // blocks times rows of each, see CLUSTERS
-struct alignas(128) Exchange {
-  float out[2][MAX_SLOTS][kHeadSize];  // [block, row of the receiver]
-  float2 totals[2][MAX_SLOTS];         // maximum and sum of the weights
-  uint64_t arrived[2];
-};
-
-// Weight of a result whose maximum was `maximum` under a larger one.
-__device__ float share(float maximum, float largest) {
-  return largest == -INFINITY ? 0.f : exp2_flushed(maximum - largest);
-}
-
-// Four channels of a row of the output.
-__device__ void write_row(PagedDecodeParams const& p, int64_t query, int channel, float4 sum,
-                          float total, bool rehearses = false) {
-  float const scale = p.kv_scale == nullptr ? 1.f : *p.kv_scale;
-  float const factor = total == 0.f ? 0.f : __fdividef(scale, total);
-  sum = sum * factor;
-  if (!rehearses) store4(static_cast<Bf16*>(p.out) + query * kHeadSize + channel, sum);
-}
-
-// Starts an item's query rows on their way.
-template <int kRowWarps, class Schedule>
-__device__ void copy_queries(PagedDecodeParams const& p, Schedule const& at, int group,
-                             DecodeShared<kRowWarps>& shared) {
-  uint32_t const to = shared_address(shared.queries);
-#pragma unroll
-  for (int i = 0; i < kRowWarps; ++i) {
-    int const row = i * 16 + threadIdx.x / 16, chunk = threadIdx.x % 16;
-    int64_t const query = at.query(row, group);
-    auto const* const from =
-        static_cast<Bf16 const*>(p.q) + max(query, int64_t{0}) * kHeadSize + chunk * 8;
-    copy_async(to + swizzled<16>(row, chunk), from, query >= 0);
-  }
-}
-
-// Adds up what the teams have of a segment and calls emit(row, channel, maximum, total, sum) for
-// four channels each. Before the memory is used again the caller waits for all threads.
-template <class Cache, int kRowWarps, class Emit>
-__device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, int stage,
-                            State const& state, bool rehearses, Emit const& emit) {
-  constexpr int TEAMS = Shape<Cache, kRowWarps>::TEAMS;
-  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Team const team(kRowWarps);
-  auto* const own =
-      rehearses ? shared.rehearsal
-                : reinterpret_cast<float*>(memory + stage * STAGE_BYTES + warp * WARP_BYTES);
-  int const row_size = rehearses ? 0 : kHeadSize;
-  shared.last_stage[team.index] = stage;
-  team_sync<kRowWarps>(team);  // every warp of the team has read the stage
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    int const local = 8 * h + lane / 4;
-    float const sum = row_sum(state.sum[h]);
-    if (lane % 4 == 0) {
-      shared.maxima[team.index][team.row_warp * 16 + local] = state.maximum[h];
-      shared.sums[team.index][team.row_warp * 16 + local] = sum;
-    }
-#pragma unroll
-    for (int n = 0; n < kHeadSize / 16; ++n) {
-      Products<Cache>::store(own + local * row_size, local % 8 * 8, n, h, state.out);
-    }
-  }
-  __syncthreads();
-  int const local = threadIdx.x / 16, channel = threadIdx.x % 16 * 4;
-#pragma unroll 1
-  for (int part = 0; part < kRowWarps; ++part) {
-    int const row = part * 16 + local;
-    float maximum = -INFINITY, total = 0.f;
-#pragma unroll
-    for (int t = 0; t < TEAMS; ++t) maximum = fmaxf(maximum, shared.maxima[t][row]);
-    float4 sum[2] = {};
-#pragma unroll
-    for (int t = 0; t < TEAMS; ++t) {
-      float const factor = share(shared.maxima[t][row], maximum);
-      total += shared.sums[t][row] * factor;
-      auto const* const team_rows = reinterpret_cast<float const*>(
-          memory + shared.last_stage[t] * STAGE_BYTES + (t * kRowWarps + part) * WARP_BYTES);
-      auto const* const from = (rehearses ? shared.rehearsal : team_rows) + local * row_size;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        axpy4(sum[i], load4(from + ((channel + 64 * i) ^ (local % 8 * 8))), factor);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) emit(row, channel + 64 * i, maximum, total, sum[i]);
-  }
-}
-
-// Ends the items of a block that takes them whole.
-struct OwnItems {
-  PagedDecodeParams const& p;
-  int group;
-
-  template <class Cache>
-  __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
-                      State const& state, bool rehearses) {
-    merge_teams<Cache, 1>(shared, memory, stage, state, rehearses,
-                          [&](int row, int channel, float, float total, float4 sum) {
-                            if (row >= group) return;
-                            write_row(p, at.query(row, group), channel, sum, total, rehearses);
-                          });
-    fence_bulk();
-    __syncthreads();
-  }
-};
-
-// Ends the items of a cluster, whose block `rank` of `blocks` joins and writes some of the rows.
-struct JoinedItems {
-  PagedDecodeParams const& p;
-  int group;
-  Exchange& exchange;
-  int rank, blocks, rows;  // of each block
-  int round = 0;
-
-  template <class Cache>
-  __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
-                      State const& state, bool rehearses) {
-    int const buffer = round % 2;
-    auto const& totals = exchange.totals[buffer];
-    uint64_t* const arrived = &exchange.arrived[buffer];
-    int const own_rows = max(0, min(rows, group - rank * rows));
-    if (threadIdx.x == 0 && !rehearses) {
-      expect_exchange(arrived, blocks * own_rows * (kHeadSize * sizeof(float) + sizeof(float2)));
-    }
-    if (round == 0 && !rehearses) cluster_wait();  // all blocks have started
-    merge_teams<Cache, 1>(shared, memory, stage, state, rehearses,
-                          [&](int row, int channel, float maximum, float total, float4 sum) {
-                            if (row >= group) return;
-                            int const owner = row / rows, slot = rank * rows + row - owner * rows;
-                            auto* const to =
-                                reinterpret_cast<float4*>(&exchange.out[buffer][slot][channel]);
-                            if (!rehearses) store_remote(to, arrived, owner, sum);
-                            if (channel == 0 && !rehearses) {
-                              store_remote(&exchange.totals[buffer][slot], arrived, owner,
-                                           make_float2(maximum, total));
-                            }
-                          });
-    if (!rehearses) {
-      wait_exchange(arrived, round / 2 % 2);
-      ++round;
-    }
-    for (int i = threadIdx.x; i < own_rows * (kHeadSize / 4); i += THREADS) {
-      int const row = i / (kHeadSize / 4), channel = i % (kHeadSize / 4) * 4;
-      float maximum = -INFINITY, total = 0.f;
-#pragma unroll 4
-      for (int b = 0; b < blocks; ++b) maximum = fmaxf(maximum, totals[b * rows + row].x);
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-      for (int b = 0; b < blocks; ++b) {
-        int const slot = b * rows + row;
-        float const factor = share(totals[slot].x, maximum);
-        total += totals[slot].y * factor;
-        axpy4(sum, load4(&exchange.out[buffer][slot][channel]), factor);
-      }
-      write_row(p, at.query(rank * rows + row, group), channel, sum, total, rehearses);
-    }
-    fence_bulk();
-    __syncthreads();
-  }
-};
 
 // Ends the segments of a block's equal share: writes whole items, leaves pieces in the workspace.
 template <int kRowWarps>
@@ -241,106 +74,6 @@ struct SharedItems {
   }
 };
 
-// All segments of a schedule, which has been read: each team streams its slices through its stages
-// and its own softmax; only the beginning and the end of a segment bring the block together. A
-// rehearsal on whatever lies in shared memory fetches the code, which else comes from L2, line by
-// line, when the data is there: `early`, before the kernel in front has ended, or while the first
-// slices are coming.
-template <class Cache, int kRowWarps, bool kSelected, bool kBulk, class Schedule, class Finish>
-__device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps, int group,
-                                Schedule at, int rank, int blocks, uint8_t* memory, int stages,
-                                bool rehearses, bool early, Finish& finish) {
-  using S = Shape<Cache, kRowWarps>;
-  using P = Products<Cache>;
-  auto& shared = *reinterpret_cast<DecodeShared<kRowWarps>*>(memory + stages * STAGE_BYTES);
-  Team const team(kRowWarps);
-  Loader<Cache, kRowWarps, kSelected, kBulk, Schedule> loader(p, maps, at, rank, blocks,
-                                                              shared_address(memory), shared);
-  int32_t token[2];  // of the item, to which the lane's rows belong
-  for (int h = 0; h < 2; ++h) {
-    token[h] = at.token_of(team.row_warp * 16 + 8 * h + threadIdx.x % 32 / 4, group);
-  }
-  constexpr float kLog2E = 1.44269504088896341f;
-  float scale_log2 = p.softmax_scale * kLog2E;
-  uint32_t const ring = shared_address(memory) + team.index * kRowWarps * WARP_BYTES;
-  uint32_t const queries = shared_address(shared.queries) + team.row_warp * 16 * kHeadSize * 2;
-  Queries q;
-  State state;
-  state.clear();
-  bool is_first = true;  // slice of a segment
-  int stage = 0, filled = 0;
-  unsigned parities = 0;
-  // So far only inputs of the step were used, from here on results of its kernels.
-  auto const begin = [&] {
-    wait_for_previous_kernel();
-    loader.begin(at);
-    copy_queries(p, at, group, shared);
-    if (p.kv_scale != nullptr) scale_log2 *= *p.kv_scale;
-  };
-  bool loads = true;
-  if (!early) begin();
-  for (;;) {
-    if (loads) {
-      loader.load(stage);
-      commit_copies();
-    }
-    if (loads && !(early && rehearses)) {
-      stage = stage + 1 == stages ? 0 : stage + 1;
-      if (filled < stages && ++filled < stages) continue;
-    }
-    loads = true;
-    if (is_first) {
-      wait_copies<0>();
-      __syncthreads();
-      P::load(q, queries);
-      is_first = false;
-    }
-    if (!kBulk && !rehearses) {
-      wait_for_oldest(stages);
-      team_sync<kRowWarps>(team);
-    }
-    int32_t const slice = rehearses ? S::KEYS | LAST_SLICE : shared.slices[threadIdx.x / 32][stage];
-    int32_t const visible = slice & (LAST_SLICE - 1);
-    uint32_t const keys = ring + stage * STAGE_BYTES;
-    if (kBulk && visible > 0 && !rehearses) {
-      wait_bulk(shared_address(&shared.arrived[team.index][stage]), parities >> stage & 1);
-      parities ^= 1u << stage;
-      if (visible < S::KEYS) {  // what lies behind may be NaN
-        constexpr int CHUNKS = P::CHUNKS;
-        for (int i = visible * CHUNKS + team.thread; i < S::KEYS * CHUNKS; i += S::TEAM_THREADS) {
-          uint32_t const to = S::SLICE_BYTES + key_chunk(S::KEYS, i / CHUNKS, i % CHUNKS);
-          store_zeros(keys + to);
-        }
-        fence_bulk();
-        team_sync<kRowWarps>(team);
-      }
-    }
-#pragma unroll 1
-    for (int first = 0; first < min(visible, S::KEYS); first += P::KEYS) {
-      int32_t const last_token = visible - first - (at.num_tokens() - 1);
-      int32_t const limit[2] = {last_token + token[0], last_token + token[1]};
-      uint32_t const from = keys + first * 128;
-      attend<Cache>(state, q, scale_log2, from, from + S::SLICE_BYTES, S::KEYS, limit);
-    }
-    if ((slice & LAST_SLICE) != 0) {
-      finish.template end<Cache>(at, shared, memory, stage, state, rehearses);
-      state.clear();
-      if (rehearses) {
-        rehearses = false;
-        is_first = early;
-        if (early) begin();
-        loads = early;
-        continue;
-      }
-      is_first = true;
-      at.next();
-      if (at.done()) break;
-      copy_queries(p, at, group, shared);
-    }
-    team_sync<kRowWarps>(team);  // the stage is free
-  }
-}
-
 // Tokens behind the real ones, among those of the decode rows.
 __device__ void clear_padding(PagedDecodeParams const& p) {
   int32_t const first = max(p.tokens.cu_query_lens[p.tokens.num_requests],
@@ -350,78 +83,6 @@ __device__ void clear_padding(PagedDecodeParams const& p) {
   for (int64_t i = first * per_token + int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
        i < p.tokens.num_tokens * per_token; i += int64_t{gridDim.x} * blockDim.x) {
     out[i] = make_uint4(0, 0, 0, 0);
-  }
-}
-
-// What the copy engine needs; a barrier of the block.
-template <int kRowWarps>
-__device__ void init_stages(DecodeShared<kRowWarps>& shared, BulkMaps const& maps) {
-  constexpr int COUNT = DecodeShared<kRowWarps>::TEAMS * MAX_STAGES;
-  if (threadIdx.x < COUNT) {
-    init_bulk_barrier(shared_address(&shared.arrived[0][0] + threadIdx.x));
-  } else if (threadIdx.x == THREADS - 1) {
-    prefetch_map(&maps.keys);
-    prefetch_map(&maps.values);
-  }
-  __syncthreads();
-}
-
-__device__ void prefetch(void const* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-// A selection's pages may lie anywhere in the row of the table. One warp's work: the others need
-// not wait for the length.
-__device__ void prefetch_table(PagedDecodeParams const& p, int32_t request, int32_t length) {
-  int32_t const* const row = p.tokens.block_offsets + int64_t{request} * p.tokens.max_pages;
-  int32_t const end = min(p.tokens.max_pages, (length + kBlockSize - 1) / kBlockSize);
-  for (int32_t i = threadIdx.x % 32 * 32; i < end; i += 32 * 32) prefetch(row + i);
-}
-
-// Selections, an item a cluster. Grid: clusters in rounds over the items.
-template <class Cache, bool kJoins>
-__global__ void __launch_bounds__(THREADS, 1)
-    selected_decode_kernel(__grid_constant__ PagedDecodeParams const p,
-                           __grid_constant__ BulkMaps const maps, int group, int stages,
-                           bool early) {
-  extern __shared__ __align__(1024) uint8_t memory[];
-  let_next_kernel_start();
-  init_stages(*reinterpret_cast<DecodeShared<1>*>(memory + stages * STAGE_BYTES), maps);
-  int const blocks = kJoins ? cluster_size() : 1, rank = kJoins ? cluster_rank() : 0;
-  auto& exchange =
-      *reinterpret_cast<Exchange*>(memory + stages * STAGE_BYTES + sizeof(DecodeShared<1>));
-  if constexpr (kJoins) {
-    if (threadIdx.x == 0) {
-      init_exchange(&exchange.arrived[0]);
-      init_exchange(&exchange.arrived[1]);
-    }
-    __syncwarp();
-    cluster_arrive();
-  }
-  ItemRounds at(p, static_cast<int32_t>(blockIdx.x) / blocks,
-                static_cast<int32_t>(gridDim.x) / blocks);
-  at.read();
-  // What the kernel before has yet to write may be on its way to L2 already.
-  int64_t const ids = int64_t{at.head()} * p.tokens.num_tokens + at.first_token();
-  if (threadIdx.x < group * kHeadSize * sizeof(Bf16) / 128) {
-    prefetch(static_cast<uint8_t const*>(p.q) + at.query(0, group) * kHeadSize * sizeof(Bf16) +
-             threadIdx.x * 128);
-  } else if (threadIdx.x >= THREADS - 2) {
-    prefetch(p.block_ids + ids * p.top_k + (threadIdx.x == THREADS - 1 ? p.top_k - 1 : 0));
-  }
-  if (threadIdx.x < 32) {
-    ItemRounds ahead = at;
-    ahead.resolve();
-    prefetch_table(p, ahead.request(), ahead.length());
-  }
-  if constexpr (kJoins) {
-    JoinedItems finish{p, group, exchange, rank, blocks, (kMaxGroup + blocks - 1) / blocks};
-    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, true,
-                                          early, finish);
-  } else {
-    OwnItems finish{p, group};
-    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, true,
-                                          false, finish);
   }
 }
 
@@ -524,52 +185,23 @@ Tiling tiling_of(int32_t num_heads, int32_t num_kv_heads, int32_t q_len, bool ha
   return {row_warps, has_block_ids ? 1 : std::max(1, std::min(q_len, 16 * row_warps / group))};
 }
 
-struct Device {
-  int processors, major;
-};
-cudaError_t current(Device& device) {
-  int id = 0;
-  cudaError_t status = cudaGetDevice(&id);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, id);
-  if (status != cudaSuccess) return status;
-  return cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, id);
-}
-
-template <class Kernel>
-cudaError_t allow_shared(Kernel* kernel, size_t bytes) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(bytes));
-}
-
-// The view for the copy engine, which takes slices of `keys`.
-cudaError_t encode_view(BulkMaps& maps, DecodeView const& view, int keys) {
-  cuuint64_t const bytes = view.type == Type::kFloat8E4m3 ? 1 : 2;
-  // Any id: the page table says which exist.
-  cuuint64_t const dims[] = {static_cast<cuuint64_t>(view.token_stride), kBlockSize, INT32_MAX};
-  cuuint64_t const strides[] = {view.token_stride * bytes, view.page_stride * bytes};
-  cuuint32_t const box[] = {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(keys), 1};
-  auto const type = bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  // Fetching more than a row of the box would fetch another head's keys.
-  auto const promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  cudaError_t const status =
-      encode_tensor_map(maps.keys, view.keys, type, 3, dims, strides, box, promotion);
-  if (status != cudaSuccess) return status;
-  return encode_tensor_map(maps.values, view.values, type, 3, dims, strides, box, promotion);
-}
-
 template <class Cache, int kRowWarps, bool kSelected, bool kBulk>
-cudaError_t launch_shares(PagedDecodeParams const& p, int group_tokens, Device const& device,
-                          void* memory, cudaStream_t stream) {
+cudaError_t launch_shares(PagedDecodeParams const& p, int group_tokens, void* memory,
+                          cudaStream_t stream) {
   using S = Shape<Cache, kRowWarps>;
   constexpr size_t SHARED = MAX_STAGES * STAGE_BYTES + sizeof(DecodeShared<kRowWarps>);
+  int device = 0, processors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
   auto* const kernel = decode_kernel<Cache, kRowWarps, kSelected, kBulk>;
-  cudaError_t status = allow_shared(kernel, SHARED);
+  status = allow_shared(kernel, SHARED);
   if (status != cudaSuccess) return status;
   BulkMaps maps{};
   if (kBulk) status = encode_view(maps, p.view, S::KEYS);
   if (status != cudaSuccess) return status;
-  int const blocks = std::min(device.processors, MAX_BLOCKS);
+  int const blocks = std::min(processors, MAX_BLOCKS);
   int const group = p.num_heads / p.num_kv_heads;
   Workspace const workspace = carve(memory, S::ROWS);
   // The merge runs under the same division of L1: changing it would empty the processors first.
@@ -584,94 +216,33 @@ cudaError_t launch_shares(PagedDecodeParams const& p, int group_tokens, Device c
       dim3(32 * MERGE_WARPS * MERGE_ROWS), 0, stream, p, static_cast<int>(S::ROWS), workspace);
 }
 
-// How a selection's items are laid over the GPU.
-struct Rounds {
-  int cluster;   // blocks of an item
-  int clusters;  // at once
-};
-
-// Sizes, and how many run at once on an H200: its processors come in groups of 10 to 18, which
-// clusters do not cross.
-constexpr int MEASURED_PROCESSORS = 132;
-constexpr Rounds CLUSTERS[] = {{1, 132}, {2, 66}, {3, 39}, {4, 30},
-                               {5, 22},  {6, 17}, {8, 15}, {16, 7}};
-
-// The cluster with the shortest rounds, counted in eighths of a page: a block's share of an item,
-// and the time that ending it takes.
-Rounds rounds_of(int items, int top_k, int processors) {
-  Rounds best{};
-  int64_t best_cost = 0;
-  for (Rounds const& size : CLUSTERS) {
-    int const at_once = std::max(1, size.clusters * processors / MEASURED_PROCESSORS);
-    int64_t const rounds = ceil_div(items, at_once);
-    int64_t const cost = rounds * (ceil_div(8 * top_k, size.cluster) + (size.cluster > 1 ? 12 : 4));
-    if (best.cluster == 0 || cost < best_cost) {
-      best = {size.cluster, static_cast<int>(ceil_div(items, rounds))};
-      best_cost = cost;
-    }
-  }
-  return best;
-}
-
-template <class Cache, bool kJoins>
-cudaError_t launch_rounds(PagedDecodeParams const& p, Device const& device, Rounds const& rounds,
-                          int items, cudaStream_t stream) {
-  auto* const kernel = selected_decode_kernel<Cache, kJoins>;
-  // No more shared memory than a team's slices take.
-  using S = Shape<Cache, 1>;
-  int const slices = static_cast<int>(ceil_div(p.top_k * S::SLICES, rounds.cluster * S::TEAMS));
-  int const stages = rounds.clusters == items ? std::min(MAX_STAGES, slices) : MAX_STAGES;
-  size_t const shared =
-      stages * STAGE_BYTES + sizeof(DecodeShared<1>) + (kJoins ? sizeof(Exchange) : 0);
-  cudaError_t status = allow_shared(kernel, shared);
-  if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (status != cudaSuccess) return status;
-  BulkMaps maps;
-  status = encode_view(maps, p.view, Shape<Cache, 1>::KEYS);
-  if (status != cudaSuccess) return status;
-  int const blocks = rounds.clusters * rounds.cluster;
-  // With processors to spare the blocks start while the kernel in front still runs.
-  bool const early = kJoins && rounds.clusters == items && 2 * blocks <= device.processors;
-  return launch_clusters_behind(kernel, rounds.cluster, dim3(blocks), dim3(THREADS), shared, stream,
-                                p, maps, p.num_heads / p.num_kv_heads, stages, early);
-}
-
 template <class Cache, bool kBulk>
-cudaError_t launch_dense(PagedDecodeParams const& p, Device const& device, void* workspace,
-                         cudaStream_t stream) {
+cudaError_t launch_dense(PagedDecodeParams const& p, void* workspace, cudaStream_t stream) {
   Tiling const tiling = tiling_of(p.num_heads, p.num_kv_heads, p.q_len, false);
   switch (tiling.row_warps) {
     case 1:
-      return launch_shares<Cache, 1, false, kBulk>(p, tiling.tokens, device, workspace, stream);
+      return launch_shares<Cache, 1, false, kBulk>(p, tiling.tokens, workspace, stream);
     case 2:
-      return launch_shares<Cache, 2, false, kBulk>(p, tiling.tokens, device, workspace, stream);
+      return launch_shares<Cache, 2, false, kBulk>(p, tiling.tokens, workspace, stream);
     default:
-      return launch_shares<Cache, 4, false, kBulk>(p, tiling.tokens, device, workspace, stream);
+      return launch_shares<Cache, 4, false, kBulk>(p, tiling.tokens, workspace, stream);
   }
 }
 
 template <class Cache>
 cudaError_t launch(PagedDecodeParams const& p, void* workspace, cudaStream_t stream) {
-  Device device{};
-  cudaError_t status = current(device);
+  bool bulk = false;
+  cudaError_t const status = has_clusters(bulk);
   if (status != cudaSuccess) return status;
-  cudaFuncAttributes compiled;
-  status = cudaFuncGetAttributes(&compiled, selected_decode_kernel<Cache, true>);
-  if (status != cudaSuccess) return status;
-  bool const is_portable = device.major < 9 || compiled.ptxVersion < 90;
   if (p.block_ids == nullptr) {
-    return is_portable ? launch_dense<Cache, false>(p, device, workspace, stream)
-                       : launch_dense<Cache, true>(p, device, workspace, stream);
+    return bulk ? launch_dense<Cache, true>(p, workspace, stream)
+                : launch_dense<Cache, false>(p, workspace, stream);
   }
-  if (is_portable) return launch_shares<Cache, 1, true, false>(p, 1, device, workspace, stream);
-  int const items = p.num_decode * p.q_len * p.num_kv_heads;
-  Rounds const rounds = rounds_of(items, p.top_k, device.processors);
-  return rounds.cluster == 1 ? launch_rounds<Cache, false>(p, device, rounds, items, stream)
-                             : launch_rounds<Cache, true>(p, device, rounds, items, stream);
+  return bulk ? launch_selected_decode(p, stream)
+              : launch_shares<Cache, 1, true, false>(p, 1, workspace, stream);
 }
 
-// The first key's address is that of its page's first byte, values lie half a page behind.
+// Keys of a page come first, its values behind them.
 DecodeView view_of(void const* kv_cache, int32_t num_kv_heads, Type type) {
   int64_t const token = int64_t{num_kv_heads} * kHeadSize;
   int64_t const bytes = type == Type::kFloat8E4m3 ? 1 : 2;

@@ -1,4 +1,4 @@
-"""The decode kernel without TensorRT, on the device: against fp64, and what it must not depend on."""
+"""The decode kernels without TensorRT: against fp64, and what they must not depend on."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ class Case:
         """Request and position of every real token."""
         q_len = self.batch.q_len
         return [
-            (row, length - q_len + i) for row, length in enumerate(self.lengths) for i in range(q_len)
+            (row, position)
+            for row, length in enumerate(self.lengths)
+            for position in range(length - q_len, length)
         ]
 
     def run(self, library: ctypes.CDLL, poison: int = 0xFF) -> torch.Tensor:
