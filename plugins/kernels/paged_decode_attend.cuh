@@ -14,11 +14,10 @@ __device__ inline float share(float maximum, float largest) {
 
 // Four channels of a row of the output.
 __device__ inline void write_row(PagedDecodeParams const& p, int64_t query, int channel, float4 sum,
-                                 float total, bool rehearses = false) {
+                                 float total) {
   float const scale = p.kv_scale == nullptr ? 1.f : *p.kv_scale;
   float const factor = total == 0.f ? 0.f : __fdividef(scale, total);
-  sum = sum * factor;
-  if (!rehearses) store4(static_cast<Bf16*>(p.out) + query * kHeadSize + channel, sum);
+  store4(static_cast<Bf16*>(p.out) + query * kHeadSize + channel, sum * factor);
 }
 
 // Starts an item's query rows on their way.
@@ -40,14 +39,11 @@ __device__ void copy_queries(PagedDecodeParams const& p, Schedule const& at, int
 // four channels each. Before the memory is used again the caller waits for all threads.
 template <class Cache, int kRowWarps, class Emit>
 __device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, int stage,
-                            State const& state, bool rehearses, Emit const& emit) {
+                            State const& state, Emit const& emit) {
   constexpr int TEAMS = Shape<Cache, kRowWarps>::TEAMS;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Team const team(kRowWarps);
-  auto* const own =
-      rehearses ? shared.rehearsal
-                : reinterpret_cast<float*>(memory + stage * STAGE_BYTES + warp * WARP_BYTES);
-  int const row_size = rehearses ? 0 : kHeadSize;
+  auto* const own = reinterpret_cast<float*>(memory + stage * STAGE_BYTES + warp * WARP_BYTES);
   shared.last_stage[team.index] = stage;
   team_sync<kRowWarps>(team);  // every warp of the team has read the stage
 #pragma unroll
@@ -60,7 +56,7 @@ __device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, in
     }
 #pragma unroll
     for (int n = 0; n < kHeadSize / 16; ++n) {
-      Products<Cache>::store(own + local * row_size, local % 8 * 8, n, h, state.out);
+      Products<Cache>::store(own + local * kHeadSize, local % 8 * 8, n, h, state.out);
     }
   }
   __syncthreads();
@@ -76,9 +72,10 @@ __device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, in
     for (int t = 0; t < TEAMS; ++t) {
       float const factor = share(shared.maxima[t][row], maximum);
       total += shared.sums[t][row] * factor;
-      auto const* const team_rows = reinterpret_cast<float const*>(
-          memory + shared.last_stage[t] * STAGE_BYTES + (t * kRowWarps + part) * WARP_BYTES);
-      auto const* const from = (rehearses ? shared.rehearsal : team_rows) + local * row_size;
+      auto const* const from =
+          reinterpret_cast<float const*>(memory + shared.last_stage[t] * STAGE_BYTES +
+                                         (t * kRowWarps + part) * WARP_BYTES) +
+          local * kHeadSize;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         axpy4(sum[i], load4(from + ((channel + 64 * i) ^ (local % 8 * 8))), factor);
@@ -90,67 +87,51 @@ __device__ void merge_teams(DecodeShared<kRowWarps>& shared, uint8_t* memory, in
 }
 
 // All segments of a schedule, which has been read: each team streams its slices through its stages
-// and its own softmax; only the beginning and the end of a segment bring the block together. A
-// rehearsal on whatever lies in shared memory fetches the code, which else comes from L2, line by
-// line, when the data is there: `early`, before the kernel in front has ended, or while the first
-// slices are coming.
+// and its own softmax; only the beginning and the end of a segment bring the block together.
 template <class Cache, int kRowWarps, bool kSelected, bool kBulk, class Schedule, class Finish>
 __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps, int group,
                                 Schedule at, int rank, int blocks, uint8_t* memory, int stages,
-                                bool rehearses, bool early, Finish& finish) {
+                                Finish& finish) {
   using S = Shape<Cache, kRowWarps>;
   using P = Products<Cache>;
   auto& shared = *reinterpret_cast<DecodeShared<kRowWarps>*>(memory + stages * STAGE_BYTES);
   Team const team(kRowWarps);
   Loader<Cache, kRowWarps, kSelected, kBulk, Schedule> loader(p, maps, at, rank, blocks,
                                                               shared_address(memory), shared);
+  copy_queries(p, at, group, shared);
   int32_t token[2];  // of the item, to which the lane's rows belong
   for (int h = 0; h < 2; ++h) {
     token[h] = at.token_of(team.row_warp * 16 + 8 * h + threadIdx.x % 32 / 4, group);
   }
   constexpr float kLog2E = 1.44269504088896341f;
-  float scale_log2 = p.softmax_scale * kLog2E;
+  float const scale_log2 = p.softmax_scale * kLog2E * (p.kv_scale == nullptr ? 1.f : *p.kv_scale);
   uint32_t const ring = shared_address(memory) + team.index * kRowWarps * WARP_BYTES;
   uint32_t const queries = shared_address(shared.queries) + team.row_warp * 16 * kHeadSize * 2;
   Queries q;
   State state;
   state.clear();
   bool is_first = true;  // slice of a segment
-  int stage = 0, filled = 0;
+  int stage = 0;
   unsigned parities = 0;
-  // So far only inputs of the step were used, from here on results of its kernels.
-  auto const begin = [&] {
-    wait_for_previous_kernel();
-    loader.begin(at);
-    copy_queries(p, at, group, shared);
-    if (p.kv_scale != nullptr) scale_log2 *= *p.kv_scale;
-  };
-  bool loads = true;
-  if (!early) begin();
-  for (;;) {
-    if (loads) {
-      loader.load(stage);
-      commit_copies();
-    }
-    if (loads && !(early && rehearses)) {
-      stage = stage + 1 == stages ? 0 : stage + 1;
-      if (filled < stages && ++filled < stages) continue;
-    }
-    loads = true;
+  for (int filled = 0;;) {
+    loader.load(stage);
+    commit_copies();
+    stage = stage + 1 == stages ? 0 : stage + 1;
+    if (filled < stages && ++filled < stages) continue;
     if (is_first) {
       wait_copies<0>();
       __syncthreads();
       P::load(q, queries);
       is_first = false;
     }
-    if (!kBulk && !rehearses) {
+    if (!kBulk) {
       wait_for_oldest(stages);
       team_sync<kRowWarps>(team);
     }
-    int32_t const slice = rehearses ? S::KEYS | LAST_SLICE : shared.slices[threadIdx.x / 32][stage];
+    int32_t const slice = shared.slices[threadIdx.x / 32][stage];
     int32_t const visible = slice & (LAST_SLICE - 1);
     uint32_t const keys = ring + stage * STAGE_BYTES;
-    if (kBulk && visible > 0 && !rehearses) {
+    if (kBulk && visible > 0) {
       wait_bulk(shared_address(&shared.arrived[team.index][stage]), parities >> stage & 1);
       parities ^= 1u << stage;
       if (visible < S::KEYS) {  // what lies behind may be NaN
@@ -171,19 +152,12 @@ __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps
       attend<Cache>(state, q, scale_log2, from, from + S::SLICE_BYTES, S::KEYS, limit);
     }
     if ((slice & LAST_SLICE) != 0) {
-      finish.template end<Cache>(at, shared, memory, stage, state, rehearses);
-      state.clear();
-      if (rehearses) {
-        rehearses = false;
-        is_first = early;
-        if (early) begin();
-        loads = early;
-        continue;
-      }
-      is_first = true;
+      finish.template end<Cache>(at, shared, memory, stage, state);
       at.next();
       if (at.done()) break;
       copy_queries(p, at, group, shared);
+      state.clear();
+      is_first = true;
     }
     team_sync<kRowWarps>(team);  // the stage is free
   }
@@ -206,12 +180,11 @@ __device__ inline void prefetch(void const* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// A selection's pages may lie anywhere in the row of the table. One warp's work: the others need
-// not wait for the length.
+// A selection's pages may lie anywhere in the row of the table.
 __device__ inline void prefetch_table(PagedDecodeParams const& p, int32_t request, int32_t length) {
   int32_t const* const row = p.tokens.block_offsets + int64_t{request} * p.tokens.max_pages;
   int32_t const end = min(p.tokens.max_pages, (length + kBlockSize - 1) / kBlockSize);
-  for (int32_t i = threadIdx.x % 32 * 32; i < end; i += 32 * 32) prefetch(row + i);
+  for (int32_t i = threadIdx.x * 32; i < end; i += THREADS * 32) prefetch(row + i);
 }
 
 template <class Kernel>

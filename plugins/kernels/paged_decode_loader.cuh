@@ -58,8 +58,7 @@ struct alignas(128) DecodeShared {
   uint8_t queries[16 * kRowWarps * kHeadSize * 2];
   float maxima[TEAMS][16 * kRowWarps];
   float sums[TEAMS][16 * kRowWarps];
-  float rehearsal[kHeadSize];  // what a rehearsal computes
-  int2 pages[WARPS][32];       // of a chunk: page, and keys from its first on that the item sees
+  int2 pages[WARPS][32];  // of a chunk: page, and keys from its first on that the item sees
   uint64_t arrived[TEAMS][MAX_STAGES];
   int32_t last_stage[TEAMS];
   // Keys from the slice's first on that the item's last token sees; LAST_SLICE when it ends a
@@ -92,8 +91,7 @@ class Loader {
   using S = Shape<Cache, kRowWarps>;
 
  public:
-  // `schedule` was read; of `blocks` that share a segment's pages this is number `rank`. Before
-  // begin() there is nothing to load, and no id or page is read.
+  // `schedule` was read; of `blocks` that share a segment's pages this is number `rank`.
   __device__ Loader(PagedDecodeParams const& p, BulkMaps const& maps, Schedule const& schedule,
                     int rank, int blocks, uint32_t stages, DecodeShared<kRowWarps>& shared)
       : p_(p),
@@ -105,11 +103,7 @@ class Loader {
         list_(shared.pages[threadIdx.x / 32]),
         slices_(shared.slices[threadIdx.x / 32]),
         part_(team_.index * blocks + rank),
-        parts_(S::TEAMS * blocks) {}
-
-  __device__ void begin(Schedule const& schedule) {
-    ahead_ = schedule;
-    is_spent_ = true;
+        parts_(S::TEAMS * blocks) {
     base_ = ahead_.first();
     read_ids();
   }
@@ -249,7 +243,7 @@ class Loader {
   int2* list_;
   int32_t* slices_;
   int part_, parts_;  // the team takes every slice `part_` of them
-  int32_t base_ = 0;  // of the next chunk
+  int32_t base_;      // of the next chunk
   int32_t next_ids_ = -1, next_pages_ = -1;
   bool is_resolved_ = false;
   int age_ = 0;  // slices since the ids were read

@@ -45,13 +45,13 @@ struct DecodeShares {
 class DecodeCursor {
  public:
   __device__ DecodeCursor(PagedDecodeParams const& p, int group_tokens)
-      : p_(&p), group_tokens_(group_tokens) {}
+      : p_(p), group_tokens_(group_tokens) {}
 
   // Pages of the step.
   __device__ int32_t count_pages() {
     read_ranges(0);
     int32_t sum = pages_of(lane_range_);
-    for (int32_t d = 32 + lane(); d < p_->num_decode; d += 32) sum += pages_of(range_of(d));
+    for (int32_t d = 32 + lane(); d < p_.num_decode; d += 32) sum += pages_of(range_of(d));
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     return sum;
@@ -60,7 +60,7 @@ class DecodeCursor {
   // To the first segment of `count` > 0 pages from the step's page `page` on.
   __device__ void seek(int32_t page, int32_t count) {
     left_ = count;
-    for (int32_t base = 0, before = 0; base < p_->num_decode; base += 32) {
+    for (int32_t base = 0, before = 0; base < p_.num_decode; base += 32) {
       if (base > 0) read_ranges(base);
       int32_t const pages = pages_of(lane_range_);
       int32_t upto = pages;
@@ -103,7 +103,7 @@ class DecodeCursor {
   __device__ static int32_t token_of(int row, int group) { return row / group; }
   __device__ int64_t query(int row, int group) const {
     if (row >= item_.num_tokens * group) return -1;
-    return int64_t{item_.first_token + row / group} * p_->num_heads + item_.head * group +
+    return int64_t{item_.first_token + row / group} * p_.num_heads + item_.head * group +
            row % group;
   }
   // A schedule's reads of memory, ahead of request() and length().
@@ -115,14 +115,14 @@ class DecodeCursor {
  private:
   // Behind the last item it stays where it is.
   __device__ void next_item() {
-    if (item_.head + 1 < p_->num_kv_heads) {
+    if (item_.head + 1 < p_.num_kv_heads) {
       open_item(group_, item_.head + 1);
     } else if ((group_ + 1) * group_tokens_ < range_.count) {
       open_item(group_ + 1, 0);
     } else {
       int32_t d = decode_;
       do {
-        if (++d == p_->num_decode) return;
+        if (++d == p_.num_decode) return;
         open_request(d);
       } while (range_.count == 0);
       open_item(0, 0);
@@ -136,16 +136,16 @@ class DecodeCursor {
   __device__ static int lane() { return threadIdx.x % 32; }
 
   __device__ Range range_of(int32_t d) const {
-    int32_t const request = p_->tokens.num_requests - p_->num_decode + d;
-    int32_t const first = p_->tokens.cu_query_lens[request];
-    int32_t const count = p_->tokens.cu_query_lens[request + 1] - first;
-    return {first, max(0, min(count, p_->q_len)), p_->tokens.sequence_length[request]};
+    int32_t const request = p_.tokens.num_requests - p_.num_decode + d;
+    int32_t const first = p_.tokens.cu_query_lens[request];
+    int32_t const count = p_.tokens.cu_query_lens[request + 1] - first;
+    return {first, max(0, min(count, p_.q_len)), p_.tokens.sequence_length[request]};
   }
 
   // A group of tokens without visible keys still has a page: someone must write its zeros.
   __device__ int32_t pages_of(int32_t length) const {
     int32_t const blocks = (length + kBlockSize - 1) / kBlockSize;
-    return max(1, p_->block_ids == nullptr ? blocks : min(blocks, p_->top_k));
+    return max(1, p_.block_ids == nullptr ? blocks : min(blocks, p_.top_k));
   }
 
   __device__ int32_t group_end(Range const& range, int32_t group) const {
@@ -161,13 +161,13 @@ class DecodeCursor {
     for (int32_t group = 0; group * group_tokens_ < range.count; ++group) {
       sum += pages_of(length_of(range, group));
     }
-    return sum * p_->num_kv_heads;
+    return sum * p_.num_kv_heads;
   }
 
   // 32 requests, one a lane.
   __device__ void read_ranges(int32_t base) {
     lane_base_ = base;
-    lane_range_ = base + lane() < p_->num_decode ? range_of(base + lane()) : Range{};
+    lane_range_ = base + lane() < p_.num_decode ? range_of(base + lane()) : Range{};
   }
 
   __device__ void open_request(int32_t d) {
@@ -181,7 +181,7 @@ class DecodeCursor {
   __device__ void open_item(int32_t group, int32_t head) {
     group_ = group;
     int32_t const first = group * group_tokens_;
-    item_.request = p_->tokens.num_requests - p_->num_decode + decode_;
+    item_.request = p_.tokens.num_requests - p_.num_decode + decode_;
     item_.first_token = range_.first + first;
     item_.num_tokens = group_end(range_, group) - first;
     item_.length = length_of(range_, group);
@@ -189,7 +189,7 @@ class DecodeCursor {
     item_.num_pages = pages_of(item_.length);
   }
 
-  PagedDecodeParams const* p_;
+  PagedDecodeParams const& p_;
   int32_t group_tokens_;
   int32_t lane_base_;
   Range lane_range_;
@@ -211,48 +211,48 @@ __device__ __noinline__ inline int2 find_token(PackedTokens tokens, int32_t toke
 class ItemRounds {
  public:
   __device__ ItemRounds(PagedDecodeParams const& p, int32_t first, int32_t step)
-      : p_(&p),
+      : p_(p),
         token_(first / p.num_kv_heads),
         head_(first % p.num_kv_heads),
         step_tokens_(step / p.num_kv_heads),
         step_heads_(step % p.num_kv_heads) {}
 
-  __device__ bool done() const { return token_ >= p_->num_decode * p_->q_len; }
+  __device__ bool done() const { return token_ >= p_.num_decode * p_.q_len; }
   __device__ void next() {
     token_ += step_tokens_;
     head_ += step_heads_;
-    if (head_ >= p_->num_kv_heads) {
-      head_ -= p_->num_kv_heads;
+    if (head_ >= p_.num_kv_heads) {
+      head_ -= p_.num_kv_heads;
       ++token_;
     }
   }
   __device__ int32_t first() const { return 0; }
-  __device__ int32_t end() const { return p_->top_k; }
+  __device__ int32_t end() const { return p_.top_k; }
 
   __device__ int32_t first_token() const {
-    return p_->tokens.num_tokens - p_->num_decode * p_->q_len + token_;
+    return p_.tokens.num_tokens - p_.num_decode * p_.q_len + token_;
   }
   __device__ static constexpr int32_t num_tokens() { return 1; }
   __device__ int32_t head() const { return head_; }
   __device__ static constexpr int32_t token_of(int, int) { return 0; }
   __device__ int64_t query(int row, int group) const {
     if (row >= group) return -1;
-    return int64_t{first_token()} * p_->num_heads + head_ * group + row;
+    return int64_t{first_token()} * p_.num_heads + head_ * group + row;
   }
 
   // Where the token is when every decode request before it has its q_len tokens.
   __device__ void read() {
-    request_ = p_->tokens.num_requests - p_->num_decode + token_ / p_->q_len;
-    begin_ = p_->tokens.cu_query_lens[request_];
-    end_ = p_->tokens.cu_query_lens[request_ + 1];
-    length_ = p_->tokens.sequence_length[request_];
+    request_ = p_.tokens.num_requests - p_.num_decode + token_ / p_.q_len;
+    begin_ = p_.tokens.cu_query_lens[request_];
+    end_ = p_.tokens.cu_query_lens[request_ + 1];
+    length_ = p_.tokens.sequence_length[request_];
   }
   __device__ void resolve() {
     int32_t const token = first_token();
     if (token >= begin_ && token < end_) {
       length_ = max(0, length_ - (end_ - 1 - token));
     } else {
-      int2 const place = find_token(p_->tokens, token);
+      int2 const place = find_token(p_.tokens, token);
       request_ = place.x;
       length_ = place.y;
     }
@@ -261,7 +261,7 @@ class ItemRounds {
   __device__ int32_t length() const { return length_; }
 
  private:
-  PagedDecodeParams const* p_;
+  PagedDecodeParams const& p_;
   int32_t token_, head_, step_tokens_, step_heads_;
   int32_t request_ = 0, begin_ = 0, end_ = 0, length_ = 0;
 };

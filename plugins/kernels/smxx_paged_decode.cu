@@ -47,12 +47,12 @@ struct SharedItems {
 
   template <class Cache>
   __device__ void end(DecodeCursor const& at, DecodeShared<kRowWarps>& shared, uint8_t* memory,
-                      int stage, State const& state, bool) {
+                      int stage, State const& state) {
     DecodeItem const& item = at.item();
     bool const ends_here = at.end() == item.num_pages;
     int const piece = at.first() > 0 ? 0 : ends_here ? -1 : 1;
     merge_teams<Cache, kRowWarps>(
-        shared, memory, stage, state, false,
+        shared, memory, stage, state,
         [&](int row, int channel, float maximum, float total, float4 sum) {
           int64_t const query = at.query(row, group);
           if (query < 0) return;
@@ -110,10 +110,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     return;
   }
   cursor.seek(begin, count);
-  if (kSelected && threadIdx.x < 32) prefetch_table(p, cursor.request(), cursor.length());
+  if (kSelected) prefetch_table(p, cursor.request(), cursor.length());
+  // So far only inputs of the step were read, from here on results of its kernels.
+  wait_for_previous_kernel();
   SharedItems<kRowWarps> finish{p, group, workspace, shares, begin};
   attend_segments<Cache, kRowWarps, kSelected, kBulk>(p, maps, group, cursor, 0, 1, memory,
-                                                      MAX_STAGES, false, false, finish);
+                                                      MAX_STAGES, finish);
   if (threadIdx.x == 0) workspace.splits[block] = finish.split;
   clear_padding(p);
 }

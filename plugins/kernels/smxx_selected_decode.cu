@@ -25,11 +25,11 @@ struct OwnItems {
 
   template <class Cache>
   __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
-                      State const& state, bool rehearses) {
-    merge_teams<Cache, 1>(shared, memory, stage, state, rehearses,
+                      State const& state) {
+    merge_teams<Cache, 1>(shared, memory, stage, state,
                           [&](int row, int channel, float, float total, float4 sum) {
                             if (row >= group) return;
-                            write_row(p, at.query(row, group), channel, sum, total, rehearses);
+                            write_row(p, at.query(row, group), channel, sum, total);
                           });
     fence_bulk();
     __syncthreads();
@@ -46,31 +46,29 @@ struct JoinedItems {
 
   template <class Cache>
   __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
-                      State const& state, bool rehearses) {
+                      State const& state) {
     int const buffer = round % 2;
     auto const& totals = exchange.totals[buffer];
     uint64_t* const arrived = &exchange.arrived[buffer];
     int const own_rows = max(0, min(rows, group - rank * rows));
-    if (threadIdx.x == 0 && !rehearses) {
+    if (threadIdx.x == 0) {
       expect_exchange(arrived, blocks * own_rows * (kHeadSize * sizeof(float) + sizeof(float2)));
     }
-    if (round == 0 && !rehearses) cluster_wait();  // all blocks have started
-    merge_teams<Cache, 1>(shared, memory, stage, state, rehearses,
+    if (round == 0) cluster_wait();  // all blocks have started
+    merge_teams<Cache, 1>(shared, memory, stage, state,
                           [&](int row, int channel, float maximum, float total, float4 sum) {
                             if (row >= group) return;
                             int const owner = row / rows, slot = rank * rows + row - owner * rows;
                             auto* const to =
                                 reinterpret_cast<float4*>(&exchange.out[buffer][slot][channel]);
-                            if (!rehearses) store_remote(to, arrived, owner, sum);
-                            if (channel == 0 && !rehearses) {
+                            store_remote(to, arrived, owner, sum);
+                            if (channel == 0) {
                               store_remote(&exchange.totals[buffer][slot], arrived, owner,
                                            make_float2(maximum, total));
                             }
                           });
-    if (!rehearses) {
-      wait_exchange(arrived, round / 2 % 2);
-      ++round;
-    }
+    wait_exchange(arrived, round / 2 % 2);
+    ++round;
     for (int i = threadIdx.x; i < own_rows * (kHeadSize / 4); i += THREADS) {
       int const row = i / (kHeadSize / 4), channel = i % (kHeadSize / 4) * 4;
       float maximum = -INFINITY, total = 0.f;
@@ -84,7 +82,7 @@ struct JoinedItems {
         total += totals[slot].y * factor;
         axpy4(sum, load4(&exchange.out[buffer][slot][channel]), factor);
       }
-      write_row(p, at.query(rank * rows + row, group), channel, sum, total, rehearses);
+      write_row(p, at.query(rank * rows + row, group), channel, sum, total);
     }
     fence_bulk();
     __syncthreads();
@@ -95,8 +93,7 @@ struct JoinedItems {
 template <class Cache, bool kJoins>
 __global__ void __launch_bounds__(THREADS, 1)
     selected_decode_kernel(__grid_constant__ PagedDecodeParams const p,
-                           __grid_constant__ BulkMaps const maps, int group, int stages,
-                           bool early) {
+                           __grid_constant__ BulkMaps const maps, int group, int stages) {
   extern __shared__ __align__(1024) uint8_t memory[];
   let_next_kernel_start();
   init_stages(*reinterpret_cast<DecodeShared<1>*>(memory + stages * STAGE_BYTES), maps);
@@ -122,19 +119,17 @@ __global__ void __launch_bounds__(THREADS, 1)
   } else if (threadIdx.x >= THREADS - 2) {
     prefetch(p.block_ids + ids * p.top_k + (threadIdx.x == THREADS - 1 ? p.top_k - 1 : 0));
   }
-  if (threadIdx.x < 32) {
-    ItemRounds ahead = at;
-    ahead.resolve();
-    prefetch_table(p, ahead.request(), ahead.length());
-  }
+  ItemRounds ahead = at;
+  ahead.resolve();
+  prefetch_table(p, ahead.request(), ahead.length());
+  // So far only inputs of the step were used, from here on results of its kernels.
+  wait_for_previous_kernel();
   if constexpr (kJoins) {
     JoinedItems finish{p, group, exchange, rank, blocks, (kMaxGroup + blocks - 1) / blocks};
-    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, true,
-                                          early, finish);
+    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, finish);
   } else {
     OwnItems finish{p, group};
-    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, true,
-                                          false, finish);
+    attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, finish);
   }
 }
 
@@ -156,7 +151,8 @@ Rounds rounds_of(int items, int top_k, int processors) {
   Rounds best{};
   int64_t best_cost = 0;
   for (Rounds const& size : CLUSTERS) {
-    int const at_once = std::max(1, size.clusters * processors / MEASURED_PROCESSORS);
+    int const at_once = size.clusters * processors / MEASURED_PROCESSORS;
+    if (at_once == 0) continue;  // too large for this GPU
     int64_t const rounds = ceil_div(items, at_once);
     int64_t const cost = rounds * (ceil_div(8 * top_k, size.cluster) + (size.cluster > 1 ? 12 : 4));
     if (best.cluster == 0 || cost < best_cost) {
@@ -168,8 +164,8 @@ Rounds rounds_of(int items, int top_k, int processors) {
 }
 
 template <class Cache, bool kJoins>
-cudaError_t launch_rounds(PagedDecodeParams const& p, int processors, Rounds const& rounds,
-                          int items, cudaStream_t stream) {
+cudaError_t launch_rounds(PagedDecodeParams const& p, Rounds const& rounds, int items,
+                          cudaStream_t stream) {
   auto* const kernel = selected_decode_kernel<Cache, kJoins>;
   // No more shared memory than a team's slices take.
   using S = Shape<Cache, 1>;
@@ -184,19 +180,17 @@ cudaError_t launch_rounds(PagedDecodeParams const& p, int processors, Rounds con
   BulkMaps maps;
   status = encode_view(maps, p.view, Shape<Cache, 1>::KEYS);
   if (status != cudaSuccess) return status;
-  int const blocks = rounds.clusters * rounds.cluster;
-  // With processors to spare the blocks start while the kernel in front still runs.
-  bool const early = kJoins && rounds.clusters == items && 2 * blocks <= processors;
-  return launch_clusters_behind(kernel, rounds.cluster, dim3(blocks), dim3(THREADS), shared, stream,
-                                p, maps, p.num_heads / p.num_kv_heads, stages, early);
+  return launch_clusters_behind(kernel, rounds.cluster, dim3(rounds.clusters * rounds.cluster),
+                                dim3(THREADS), shared, stream, p, maps,
+                                p.num_heads / p.num_kv_heads, stages);
 }
 
 template <class Cache>
 cudaError_t launch(PagedDecodeParams const& p, int processors, cudaStream_t stream) {
   int const items = p.num_decode * p.q_len * p.num_kv_heads;
   Rounds const rounds = rounds_of(items, p.top_k, processors);
-  return rounds.cluster == 1 ? launch_rounds<Cache, false>(p, processors, rounds, items, stream)
-                             : launch_rounds<Cache, true>(p, processors, rounds, items, stream);
+  return rounds.cluster == 1 ? launch_rounds<Cache, false>(p, rounds, items, stream)
+                             : launch_rounds<Cache, true>(p, rounds, items, stream);
 }
 
 }  // namespace
