@@ -284,10 +284,7 @@ struct Decode {
       *reinterpret_cast<uint2*>(a.ws.activations + at) = make_uint2(low, high);
     }
     __syncwarp();  // all lanes' stores
-    if (lane == 0) {
-      __threadfence();
-      atomicAdd(&a.ws.ready[visit], 1);
-    }
+    if (lane == 0) ptx::add_release(a.ws.ready + visit, 1);
   }
 
   __device__ void multiply_fc(Ring& ring, int& turn) const {

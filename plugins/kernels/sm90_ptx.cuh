@@ -89,11 +89,15 @@ __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// What another CTA wrote before it added to this is visible after it.
+// What another CTA wrote before its add_release is visible after it.
 __device__ inline int load_acquire(int32_t const* pointer) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
   return value;
+}
+// What this thread wrote, or saw written, is visible to whoever sees the sum.
+__device__ inline void add_release(int32_t* pointer, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
 // Threads
