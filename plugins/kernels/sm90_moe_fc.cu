@@ -1,4 +1,5 @@
 #include "kernels/sm90_moe_gemm.cuh"
+#include "kernels/sm90_moe_math.cuh"
 
 namespace m3::kernels {
 namespace {
@@ -13,9 +14,7 @@ struct FcProduct {
   }
 
   __device__ static float swiglu(MoeGemmArgs const& g, float gate, float up) {
-    gate = fminf(gate, g.limit);
-    up = fminf(fmaxf(up, -g.limit), g.limit);
-    return __fdividef(gate, 1.0f + __expf(-g.alpha * gate)) * (up + 1.0f);
+    return clamped_swiglu(gate, up, g.alpha, g.limit);
   }
 
   template <int N>

@@ -50,6 +50,7 @@ size_t sm90_moe_carve(MoeParams const& p, void* base, Sm90MoeWorkspace& ws) {
   carver.take(ws.rows, rows);
   carver.take(ws.expert_begin, p.experts + 2);
   carver.take(ws.arrivals, 2 * SM90_MOE_MAX_CTAS);
+  carver.take(ws.ready, SM90_MOE_DECODE_VISITS);
   carver.take(ws.activations, rows * p.width);
   carver.take(ws.outputs, rows * p.hidden);
   carver.take(ws.partials, 2 * SM90_MOE_MAX_CTAS * sm90_moe_partial_size(p.tokens));

@@ -2,6 +2,7 @@
 
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
+#include "kernels/sm90_moe_math.cuh"
 #include "kernels/sm90_moe_stages.h"
 #include "kernels/sm90_ptx.cuh"
 
@@ -11,18 +12,6 @@ namespace {
 constexpr int WARP_EXPERTS = 16;  // M of one tensor core instruction
 constexpr int SELECT_THREADS = 128;
 constexpr int PERMUTE_THREADS = 1024;
-
-// Three bf16 values whose sum is the fp32 one: 8 + 8 + 8 bits of mantissa. Their products with bf16
-// are exact in fp32.
-__device__ void split(float x, float y, uint32_t (&parts)[3]) {
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    __nv_bfloat162 const part = __floats2bfloat162_rn(x, y);
-    parts[i] = reinterpret_cast<uint32_t const&>(part);
-    x -= __low2float(part);
-    y -= __high2float(part);
-  }
-}
 
 // Partial logits of TILES * 8 tokens over one part of hidden; a warp takes 16 experts. Lane l reads
 // elements 8 (l % 4) .. + 7 of each 32 for both operands: the order of K is free.
@@ -64,8 +53,8 @@ __global__ void __launch_bounds__(256, 2)
           float4 const w = __ldg(
               reinterpret_cast<float4 const*>(p.router_weight + k + step + weight[row]) + half);
           uint32_t low[3], high[3];
-          split(w.x, w.y, low);
-          split(w.z, w.w, high);
+          split_bf16(w.x, w.y, low);
+          split_bf16(w.z, w.w, high);
 #pragma unroll
           for (int i = 0; i < 3; ++i) {
             a[half][i][row] = low[i];
@@ -101,13 +90,6 @@ __global__ void __launch_bounds__(256, 2)
       }
     }
   }
-}
-
-// Unsigned order of floats; NaN lowest, and 0 stands for an expert that is taken.
-__device__ uint32_t rank_of(float score) {
-  if (isnan(score)) return 1;
-  uint32_t const bits = __float_as_uint(score + 0.0f);  // -0 = 0
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
 // A block adds the partial logits of `count` tokens in order; then one warp a token chooses the

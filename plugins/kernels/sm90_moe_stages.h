@@ -13,7 +13,14 @@ constexpr int SM90_MOE_MAX_CTAS = 144;     // of the expert GEMMs, one for each 
 constexpr int SM90_MOE_MAX_TOKENS = 160;   // of one tile
 constexpr int SM90_MOE_WEIGHT_ROWS = 256;  // of one tile
 constexpr int SM90_ROUTER_MAX_SPLITS = 24;
-constexpr int SM90_ROUTER_TOKENS = 64;  // of one block, at most
+constexpr int SM90_ROUTER_TOKENS = 64;        // of one block, at most
+constexpr int SM90_MOE_DECODE_TOKENS = 8;     // so few take the launches for decode steps
+constexpr int SM90_MOE_DECODE_HIDDEN = 6144;  // at most
+constexpr int SM90_MOE_DECODE_EXPERTS = 256;  // at most
+constexpr int SM90_MOE_DECODE_TOP_K = 8;      // at most
+constexpr int SM90_MOE_DECODE_SPLITS = 8;     // parts of hidden, of the router
+// Experts that a decode step reads: the shared one and those chosen.
+constexpr int SM90_MOE_DECODE_VISITS = 1 + SM90_MOE_DECODE_TOKENS * SM90_MOE_DECODE_TOP_K;
 
 struct Sm90MoeWorkspace {
   float* logits;               // [router splits, tokens, experts] partial sums
@@ -22,6 +29,7 @@ struct Sm90MoeWorkspace {
   int32_t* rows;               // [tokens * (top_k + 1)] row of each place
   int32_t* expert_begin;       // [experts + 2] first place of each expert, end
   int32_t* arrivals;           // [2, SM90_MOE_MAX_CTAS] CTAs that finished their part of a tile
+  int32_t* ready;              // [SM90_MOE_DECODE_VISITS] parts of activations that are done
   __nv_bfloat16* activations;  // [tokens * (top_k + 1), width] by place
   float* outputs;              // [tokens * (top_k + 1), hidden] by row
   float* partials;             // [2 * SM90_MOE_MAX_CTAS, tile] sums over a part of K
@@ -38,5 +46,12 @@ cudaError_t launch_sm90_moe_proj(MoeParams const& p, Sm90MoeWorkspace const& ws,
                                  cudaStream_t stream);
 cudaError_t launch_sm90_moe_combine(MoeParams const& p, Sm90MoeWorkspace const& ws,
                                     cudaStream_t stream);
+
+// Decode steps take two launches instead: partial logits and zeroed `ready`, then the rest.
+bool sm90_moe_decode_takes(MoeParams const& p);
+cudaError_t launch_sm90_moe_decode_router(MoeParams const& p, Sm90MoeWorkspace const& ws,
+                                          cudaStream_t stream);
+cudaError_t launch_sm90_moe_decode(MoeParams const& p, Sm90MoeWorkspace const& ws,
+                                   cudaStream_t stream);
 
 }  // namespace m3::kernels

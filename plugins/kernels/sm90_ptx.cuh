@@ -44,6 +44,29 @@ __device__ inline void tma_load(uint32_t target, CUtensorMap const* map, uint32_
       "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
+// Contiguous bytes, a multiple of 16
+__device__ inline void bulk_load(uint32_t target, void const* source, int bytes, uint32_t barrier,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ inline uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+// Into L2
+__device__ inline void prefetch(void const* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+__device__ inline void bulk_prefetch(void const* source, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
 __device__ inline uint64_t policy_evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -64,6 +87,17 @@ __device__ inline void cp_async_arrive(uint32_t barrier) {
 // Makes shared memory that this thread wrote, or saw written, visible to wgmma and TMA.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// What another CTA wrote before its add_release is visible after it.
+__device__ inline int load_acquire(int32_t const* pointer) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+// What this thread wrote, or saw written, is visible to whoever sees the sum.
+__device__ inline void add_release(int32_t* pointer, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
 // Threads

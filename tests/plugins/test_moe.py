@@ -37,6 +37,7 @@ STEPS = {  # real tokens, padding
     "empty": (0, 0),
     "only-padding": (0, 5),
     "decode": (1, 0),
+    "decode-few": (5, 3),
     "decode-padded": (7, 9),
     "context": (333, 3),
     "two-slabs": (4100, 30),
@@ -190,10 +191,12 @@ REAL_WIDTHS = {  # of the released model, with fewer experts
 @pytest.mark.full
 @pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
 @pytest.mark.parametrize("hot", [False, True], ids=["random", "hot-expert"])
-@pytest.mark.parametrize("tokens", [1, 9, 70, 700, 4100])
+@pytest.mark.parametrize("tokens", [1, 5, 9, 70, 700, 4100])
 @pytest.mark.parametrize("shape", REAL_WIDTHS)
 def test_real_widths(shape: str, tokens: int, hot: bool) -> None:
-    """Every tile width of the GEMMs, tiles cut along K, experts with no token and with all."""
+    """Decode steps, every tile width of the GEMMs, tiles cut along K, experts with no token and
+    with all.
+    """
     s = REAL_WIDTHS[shape]
     torch.cuda.manual_seed(tokens)
     inputs = {}
