@@ -34,4 +34,10 @@ int64_t block_select_workspace_bytes(int64_t num_tokens, int64_t num_index_heads
 // A NaN product loses to every number. Equal scores: the lower block wins.
 cudaError_t launch_block_select(BlockSelectParams const& p, void* workspace, cudaStream_t stream);
 
+// The context rows or the decode rows alone, where another kernel serves the others.
+cudaError_t launch_block_select_context(BlockSelectParams const& p, void* workspace,
+                                        cudaStream_t stream);
+cudaError_t launch_block_select_decode(BlockSelectParams const& p, void* workspace,
+                                       cudaStream_t stream);
+
 }  // namespace m3::kernels
