@@ -9,12 +9,18 @@ namespace m3::kernels {
 // selection.
 constexpr uint32_t kForcedRank = 0xfffffffeu;
 
-// Larger is better, no two blocks are equal.
-__device__ inline uint64_t rank_key(float score, int32_t block, bool forced) {
+// Ordered like the scores, of which none is NaN; 0 is below all.
+__device__ inline uint32_t ordered_score(float score) {
   uint32_t const bits = __float_as_uint(score + 0.f);  // -0 becomes +0, so that they tie
-  uint32_t const ordered = bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
-  uint32_t const lower_wins = 0xffffffffu - static_cast<uint32_t>(block);
-  return uint64_t{forced ? kForcedRank : ordered} << 32 | lower_wins;
+  return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
+}
+
+// Larger is better, no two blocks are equal.
+__device__ inline uint64_t rank_key(uint32_t ordered, int32_t block) {
+  return uint64_t{ordered} << 32 | (0xffffffffu - static_cast<uint32_t>(block));
+}
+__device__ inline uint64_t rank_key(float score, int32_t block, bool forced) {
+  return rank_key(forced ? kForcedRank : ordered_score(score), block);
 }
 
 __device__ inline int32_t block_of(uint64_t key) {

@@ -50,6 +50,15 @@ __device__ inline void multiply_add(float (&c)[4], uint32_t const (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of f16.
+__device__ inline void multiply_add_half(float (&c)[4], uint32_t const (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 __device__ inline uint32_t pack_bf16(float low, float high) {
   __nv_bfloat162 const pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<uint32_t const&>(pair);

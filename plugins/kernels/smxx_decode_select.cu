@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/block_rank.cuh"
 #include "kernels/mma_sync.cuh"
 #include "kernels/packed_tokens.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/smxx_decode_select.h"
+#include "kernels/top_blocks.cuh"
 #include "kernels/vectors.cuh"
 
 namespace m3::kernels {
@@ -19,7 +19,7 @@ constexpr int64_t SCORE_BUDGET = int64_t{64} << 20;
 // Decode requests [first, first + count) are scored and selected together.
 struct Round {
   int32_t first, count;
-  float* scores;         // [count, decode_length, Hi, stride]
+  uint32_t* scores;      // [count, decode_length, Hi, stride], ordered_score of the floats
   int64_t score_stride;  // max_pages, a multiple of 4
 };
 
@@ -52,7 +52,7 @@ __device__ int32_t scored_blocks(BlockSelectParams const& p, DecodeRequest const
 
 constexpr int MAX_WARPS = 8;
 constexpr int SLICE_BYTES = 4096;  // of a page that are loaded and multiplied at once
-constexpr int STAGES = 6;          // slices of a warp
+constexpr int STAGES = 5;          // slices of a warp
 constexpr int RING_BYTES = STAGES * SLICE_BYTES;
 constexpr int STEPS = kHeadSize / 16;  // channels of one product
 
@@ -107,7 +107,8 @@ class PageCursor {
 
   __device__ DecodeRequest const& request() const { return request_; }
   __device__ int32_t block() const { return block_; }
-  __device__ float* scores() const {  // of the request's first row
+  __device__ bool is_last() const { return block_ + 1 == num_blocks_; }  // of the request
+  __device__ uint32_t* scores() const {  // of the request's first row
     int64_t const rows = int64_t{p_.decode_length} * p_.num_index_heads;
     return round_.scores + (base_ + at_) * rows * round_.score_stride;
   }
@@ -223,12 +224,19 @@ class SliceLoader {
   int32_t page_ = -1;
 };
 
+// The queries of a request as the other operand: column = token * Hi + head.
+template <int kTiles>
+struct Queries {
+  uint32_t pairs[kTiles][STEPS][2];
+  float factor[kTiles][2];  // e4m3: what makes real scores of the sums
+};
+
 // Which channels meet in a product is free, as long as keys and queries agree. Four e4m3 of a lane
 // become two pairs for one step, so its channels 4t .. 4t+3 stand side by side; bf16 has 2t, 2t+1
 // and 8 + 2t, 9 + 2t.
 template <class C, int kTiles>
 __device__ void load_queries(BlockSelectParams const& p, DecodeRequest const& r,
-                             uint32_t (&q)[kTiles][STEPS][2]) {
+                             Queries<kTiles>& q) {
   constexpr bool kWide = std::is_same_v<C, E4m3>;
   int const lane = threadIdx.x % 32;
   auto const* const first = static_cast<Bf16 const*>(p.index_q) +
@@ -244,25 +252,59 @@ __device__ void load_queries(BlockSelectParams const& p, DecodeRequest const& r,
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         auto const* const pair = from + step * 16 + half * (kWide ? 2 : 8);
-        q[n][step][half] = valid ? *reinterpret_cast<uint32_t const*>(pair) : 0;
+        q.pairs[n][step][half] = valid ? *reinterpret_cast<uint32_t const*>(pair) : 0;
       }
     }
   }
 }
 
-// Exact: bf16 has more bits of everything.
-__device__ uint32_t widen(uint32_t two_e4m3) {
-  auto const halves =
-      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two_e4m3), __NV_E4M3);
-  float2 const x = __half22float2(__half2(halves));
-  return pack_bf16(x.x, x.y);
+__device__ float2 unpack_bf16(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+// e4m3 are f16 exactly, in one instruction. So queries become f16, times a power of two that brings
+// the largest of a row below 2^15: what is down to 2^-32 of it stays exact.
+template <int kTiles>
+__device__ void queries_to_half(float scale, Queries<kTiles>& q) {
+  int const lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) {
+      float2 const x = unpack_bf16(q.pairs[n][i / 2][i % 2]);
+      largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+    }
+    largest = row_max(fminf(largest, 3e38f));
+    // 2^(14 - exponent), and its inverse, both normal numbers.
+    uint32_t const field = min(2u * 127 + 14 - (__float_as_uint(largest) >> 23), 253u);
+    float const up = __uint_as_float(field << 23), down = __uint_as_float((254 - field) << 23);
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) {
+      uint32_t& pair = q.pairs[n][i / 2][i % 2];
+      float2 const x = unpack_bf16(pair);
+      __half2 const half = __floats2half2_rn(x.x * up, x.y * up);
+      pair = reinterpret_cast<uint32_t const&>(half);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      q.factor[n][i] = scale * __shfl_sync(~0u, down, (lane % 4 * 2 + i) * 4);
+    }
+  }
+}
+
+__device__ uint32_t e4m3_to_half(uint32_t pair) {
+  __half2_raw const x =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+  return reinterpret_cast<uint32_t const&>(x);
 }
 
 // Raises best[n][i], the best score of columns 8n + 2 (lane % 4) + i among the lane's keys.
 template <class C, int kTiles>
-__device__ void score_slice(uint8_t const* slice, uint32_t const (&q)[kTiles][STEPS][2],
-                            float scale, float (&best)[kTiles][2]) {
+__device__ void score_slice(uint8_t const* slice, Queries<kTiles> const& q,
+                            float (&best)[kTiles][2]) {
   using S = Slices<C>;
+  constexpr bool kWide = std::is_same_v<C, E4m3>;
   constexpr int CHAINS = 2;  // of products that do not wait for each other
   int const lane = threadIdx.x % 32;
   uint32_t const keys = shared_address(slice);
@@ -273,53 +315,77 @@ __device__ void score_slice(uint8_t const* slice, uint32_t const (&q)[kTiles][ST
     for (int chunk = 0; chunk < S::CHUNKS; chunk += 2) {
       uint32_t x[4];
       load_matrices(x, keys + swizzled<S::CHUNKS>(tile * 16 + lane % 16, chunk + lane / 16));
-      if constexpr (std::is_same_v<C, E4m3>) {
-        uint32_t const low[4] = {widen(x[0] & 0xffff), widen(x[1] & 0xffff), widen(x[0] >> 16),
-                                 widen(x[1] >> 16)};
-        uint32_t const high[4] = {widen(x[2] & 0xffff), widen(x[3] & 0xffff), widen(x[2] >> 16),
-                                  widen(x[3] >> 16)};
+      if constexpr (kWide) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          multiply_add(sums[n][0], low, q[n][chunk][0], q[n][chunk][1]);
-          multiply_add(sums[n][1], high, q[n][chunk + 1][0], q[n][chunk + 1][1]);
+        for (int part = 0; part < 2; ++part) {
+          uint32_t const low = x[2 * part], high = x[2 * part + 1];
+          uint32_t const a[4] = {e4m3_to_half(low & 0xffff), e4m3_to_half(high & 0xffff),
+                                 e4m3_to_half(low >> 16), e4m3_to_half(high >> 16)};
+          auto const& step = q.pairs;
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            multiply_add_half(sums[n][part], a, step[n][chunk + part][0], step[n][chunk + part][1]);
+          }
         }
       } else {
         int const step = chunk / 2;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          multiply_add(sums[n][step % CHAINS], x, q[n][step][0], q[n][step][1]);
+          multiply_add(sums[n][step % CHAINS], x, q.pairs[n][step][0], q.pairs[n][step][1]);
         }
       }
     }
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // fmaxf drops a NaN
-        best[n][i % 2] = fmaxf(best[n][i % 2], (sums[n][0][i] + sums[n][1][i]) * scale);
+      for (int i = 0; i < 4; ++i) {
+        float const sum = sums[n][0][i] + sums[n][1][i];
+        // fmaxf drops a NaN.
+        best[n][i % 2] = fmaxf(best[n][i % 2], kWide ? sum * q.factor[n][i % 2] : sum);
       }
     }
   }
 }
 
-// Over the lanes that hold other keys, then one float for each column.
+// A warp's scores on their way to memory. A score is 4 bytes, and its row continues with the next
+// block: single ones would cost the memory more than the keys' last percents.
 template <int kTiles>
-__device__ void write_scores(float* scores, int64_t stride, int columns, float (&best)[kTiles][2]) {
-  int const lane = threadIdx.x % 32;
+struct Scores {
+  static constexpr int BLOCKS = kTiles <= 2 ? 32 : 64 / kTiles;
+  static constexpr int BYTES = kTiles * 8 * BLOCKS * 4;
+
+  uint32_t* staged;  // [columns, BLOCKS]
+
+  // The maximum over the lanes that hold other keys.
+  __device__ void stage(int32_t block, float (&best)[kTiles][2]) const {
+    int const lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float x = best[n][i];
+      for (int i = 0; i < 2; ++i) {
+        float x = best[n][i];
 #pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
+        for (int offset = 4; offset < 32; offset *= 2) {
+          x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
+        }
+        int const column = n * 8 + lane * 2 + i;
+        if (lane < 4) staged[column * BLOCKS + block % BLOCKS] = ordered_score(x);
+        best[n][i] = -INFINITY;
       }
-      int const column = n * 8 + lane * 2 + i;
-      if (lane < 4 && column < columns) scores[column * stride] = x;
-      best[n][i] = -INFINITY;
     }
   }
-}
+
+  // Blocks [first, last], which share a multiple of BLOCKS.
+  __device__ void write(uint32_t* scores, int64_t stride, int columns, int32_t first,
+                        int32_t last) const {
+    __syncwarp();
+    for (int i = threadIdx.x % 32; i < columns * BLOCKS; i += 32) {
+      int32_t const block = last / BLOCKS * BLOCKS + i % BLOCKS;
+      if (block >= first && block <= last) scores[i / BLOCKS * stride + block] = staged[i];
+    }
+    __syncwarp();
+  }
+};
 
 // Grid: as many blocks as the GPU runs at once.
 template <class C, int kTiles>
@@ -340,6 +406,8 @@ __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
   }
   cursor.seek(begin);
   uint8_t* const ring = memory + warp * RING_BYTES;
+  Scores<kTiles> const scores{
+      reinterpret_cast<uint32_t*>(memory + warps * RING_BYTES + warp * Scores<kTiles>::BYTES)};
   SliceLoader<C> loader(p, cursor, end - begin, ring);
 #pragma unroll 1
   for (int s = 0; s < STAGES; ++s) loader.load(s);
@@ -347,161 +415,46 @@ __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
   loader.wait_for_previous();
 
   float const scale = p.index_scale == nullptr ? 1.f : *p.index_scale;
-  uint32_t q[kTiles][STEPS][2];
+  Queries<kTiles> queries;
   float best[kTiles][2];
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) best[n][0] = best[n][1] = -INFINITY;
   bool opens_request = true;
   int stage = 0;
+  int32_t unwritten = cursor.block();
   for (int32_t page = begin; page < end; ++page) {
     DecodeRequest const& request = cursor.request();
-    if (opens_request) load_queries<C>(p, request, q);
+    if (opens_request) {
+      load_queries<C>(p, request, queries);
+      if constexpr (std::is_same_v<C, E4m3>) queries_to_half(scale, queries);
+    }
     for (int slice = 0; slice < Slices<C>::PER_PAGE; ++slice) {
       wait_copies<STAGES - 1>();
       __syncwarp();  // the slice is complete
-      score_slice<C>(ring + stage * SLICE_BYTES, q, scale, best);
+      score_slice<C>(ring + stage * SLICE_BYTES, queries, best);
       __syncwarp();  // and may be overwritten
       loader.load(stage);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    write_scores(cursor.scores() + cursor.block(), round.score_stride,
-                 request.num_tokens * p.num_index_heads, best);
+    int32_t const block = cursor.block();
+    scores.stage(block, best);
+    if (page + 1 == end || cursor.is_last() || (block + 1) % Scores<kTiles>::BLOCKS == 0) {
+      scores.write(cursor.scores(), round.score_stride, request.num_tokens * p.num_index_heads,
+                   unwritten, block);
+      unwritten = block + 1;
+    }
     opens_request = page + 1 < end && cursor.advance();
+    if (opens_request) unwritten = 0;
   }
 }
 
 // ---- Selection: a block of threads for each (request, token, index head).
 
-constexpr int SELECT_THREADS = 256;
-constexpr int GROUPS = 64;  // of threads: a selection is smaller
-constexpr int HELD = 8;     // float4 of scores a thread keeps in registers
-constexpr int CHUNK_BLOCKS = SELECT_THREADS * HELD * 4;
-constexpr int MAX_CANDIDATES = 1024;
-static_assert(kMaxTopK < GROUPS, "a group's best is a candidate");
-
-struct SelectShared {
-  uint64_t best[SELECT_THREADS];
-  uint64_t candidates[MAX_CANDIDATES];
-  uint64_t bound;
-  int32_t num_candidates;
-  int32_t chosen[kMaxTopK];
-};
-
-// What decides about a row's blocks.
-struct Row {
-  float const* scores;
-  int32_t own, visible;
-  int32_t first_local, init_blocks;
-
-  __device__ uint64_t key(float score, int32_t block) const {
-    return block < visible ? rank_key(score, block, block < init_blocks || block >= first_local)
-                           : 0;
-  }
-};
-
-// A thread's scores of a chunk of the row.
-struct Held {
-  float4 x[HELD];
-
-  __device__ static int32_t block(int32_t chunk, int i) {
-    return chunk * CHUNK_BLOCKS + (i * SELECT_THREADS + static_cast<int32_t>(threadIdx.x)) * 4;
-  }
-  __device__ void load(Row const& row, int32_t chunk) {
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      if (block(chunk, i) < row.visible) x[i] = load4(row.scores + block(chunk, i));
-    }
-  }
-  template <class F>
-  __device__ void for_each_key(Row const& row, int32_t chunk, F const& visit) const {
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      int32_t const at = block(chunk, i);
-      if (at >= row.visible) continue;
-      visit(row.key(x[i].x, at));
-      visit(row.key(x[i].y, at + 1));
-      visit(row.key(x[i].z, at + 2));
-      visit(row.key(x[i].w, at + 3));
-    }
-  }
-};
-
-// How many of keys[0 .. count) are larger. The count is rounded up to a pair.
-__device__ int32_t count_larger(uint64_t const* keys, int32_t count, uint64_t key) {
-  int32_t larger = 0;
-#pragma unroll 4
-  for (int32_t i = 0; i < count; i += 2) {
-    ulonglong2 const pair = *reinterpret_cast<ulonglong2 const*>(keys + i);
-    larger += (pair.x > key) + (pair.y > key);
-  }
-  return larger;
-}
-
-// Writes the top_k best blocks to shared.chosen, in any order. Keys differ, so that the result does
-// not depend on the order in which candidates arrive.
-__device__ void choose(Row const& row, int32_t top_k, SelectShared& shared) {
-  int const thread = threadIdx.x;
-  int32_t const chunks = (row.visible + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS;
-  Held held;
-  // The best of each group: at least top_k blocks reach the top_k-th of those.
-  bool const is_short = row.visible <= SELECT_THREADS;
-  if (is_short) {
-    if (thread == 0) shared.bound = 1;
-    held.load(row, 0);
-  } else {
-    uint64_t best = 0;
-    for (int32_t chunk = 0; chunk < chunks; ++chunk) {
-      held.load(row, chunk);
-      held.for_each_key(row, chunk, [&](uint64_t key) { best = max(best, key); });
-    }
-    shared.best[thread] = best;
-    __syncthreads();
-    if (thread < GROUPS) {
-#pragma unroll
-      for (int i = 1; i < SELECT_THREADS / GROUPS; ++i) {
-        best = max(best, shared.best[thread + i * GROUPS]);
-      }
-    }
-    __syncthreads();
-    if (thread < GROUPS) shared.best[thread] = best;
-    __syncthreads();
-    if (thread < GROUPS && count_larger(shared.best, GROUPS, best) == top_k - 1) {
-      shared.bound = best;
-    }
-  }
-  for (;;) {
-    if (thread == 0) shared.num_candidates = 0;
-    __syncthreads();  // bound and count
-    uint64_t const bound = shared.bound;
-    for (int32_t chunk = 0; chunk < chunks; ++chunk) {
-      if (chunks > 1) held.load(row, chunk);
-      held.for_each_key(row, chunk, [&](uint64_t key) {
-        if (key < bound) return;
-        int32_t const at = atomicAdd(&shared.num_candidates, 1);
-        if (at < MAX_CANDIDATES) shared.candidates[at] = key;
-      });
-    }
-    __syncthreads();
-    int32_t const found = shared.num_candidates;
-    int32_t const count = min(found, MAX_CANDIDATES);
-    if (count % 2 == 1 && thread == 0) shared.candidates[count] = 0;
-    __syncthreads();
-    for (int32_t i = thread; i < count; i += SELECT_THREADS) {
-      uint64_t const key = shared.candidates[i];
-      int32_t const rank = count_larger(shared.candidates, count, key);
-      if (rank < top_k) shared.chosen[rank] = block_of(key);
-      if (rank == top_k - 1) shared.bound = key;
-    }
-    __syncthreads();
-    // Too many: the top_k-th of those that found room is a higher bound.
-    if (found <= MAX_CANDIDATES) return;
-  }
-}
-
-__global__ void __launch_bounds__(SELECT_THREADS)
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     select_pages_kernel(__grid_constant__ BlockSelectParams const p,
                         __grid_constant__ Round const round) {
-  __shared__ SelectShared shared;
+  __shared__ top_blocks::Shared<kThreads> shared;
   let_next_kernel_start();
   int const heads = p.num_index_heads, thread = threadIdx.x;
   int const head = blockIdx.x % heads, token = blockIdx.x / heads % p.decode_length;
@@ -527,13 +480,18 @@ __global__ void __launch_bounds__(SELECT_THREADS)
     if (thread < p.top_k) out[thread] = thread < visible ? thread : -1;
     return;
   }
-  Row const row{round.scores + blockIdx.x * round.score_stride, own, visible,
-                own - p.local_blocks + 1, p.init_blocks};
-  choose(row, p.top_k, shared);
+  int32_t const low = p.init_blocks, high = min(visible, own - p.local_blocks + 1);
+  int32_t const count = p.top_k - low - (visible - high);
   if (thread < p.top_k) {  // ascending; the own block is the highest id there is
+    if (thread < low) out[thread] = thread;
+    if (thread >= low + count) out[thread] = high + thread - (low + count);
+  }
+  if (count == 0) return;
+  top_blocks::choose({round.scores + blockIdx.x * round.score_stride, low, high, count}, shared);
+  if (thread < count) {
     int32_t const block = shared.chosen[thread];
-    int rank = 0;
-    for (int i = 0; i < p.top_k; ++i) rank += shared.chosen[i] < block;
+    int32_t rank = low;
+    for (int32_t i = 0; i < count; ++i) rank += shared.chosen[i] < block;
     out[rank] = block;
   }
 }
@@ -554,34 +512,55 @@ cudaError_t read_device(Device& device) {
   return cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
 }
 
+// Both kernels run under the same division of L1: changing it would empty the processors first.
+cudaError_t ask_for_shared_memory(void const* kernel) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
+
 template <class C, int kTiles>
-cudaError_t launch_round(BlockSelectParams const& p, Round const& round, Device const& device,
-                         cudaStream_t stream) {
-  int const warps = std::min(MAX_WARPS, device.shared_bytes / RING_BYTES);
+cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
+                          cudaStream_t stream) {
+  constexpr int WARP_BYTES = RING_BYTES + Scores<kTiles>::BYTES;
+  auto* const kernel = score_pages_kernel<C, kTiles>;
+  int const warps = std::min(MAX_WARPS, device.shared_bytes / WARP_BYTES);
   if (warps == 0) return cudaErrorInvalidConfiguration;
-  auto* const score = score_pages_kernel<C, kTiles>;
-  auto error =
-      cudaFuncSetAttribute(score, cudaFuncAttributeMaxDynamicSharedMemorySize, warps * RING_BYTES);
+  int const bytes = warps * WARP_BYTES;
+  auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  // Selection runs under the same division of L1: changing it would empty the processors first.
-  error = cudaFuncSetAttribute(select_pages_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                               cudaSharedmemCarveoutMaxShared);
+  error = ask_for_shared_memory(reinterpret_cast<void const*>(kernel));
   if (error != cudaSuccess) return error;
-  error = launch_behind(score, dim3(device.processors), dim3(32 * warps), warps * RING_BYTES,
-                        stream, p, round);
-  if (error != cudaSuccess) return error;
-  return launch_behind(select_pages_kernel, dim3(round.count * p.decode_length * p.num_index_heads),
-                       dim3(SELECT_THREADS), 0, stream, p, round);
+  return launch_behind(kernel, dim3(device.processors), dim3(32 * warps), bytes, stream, p, round);
 }
 
 template <class C>
+cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
+                          cudaStream_t stream) {
+  int const columns = p.num_index_heads * p.decode_length;
+  if (columns <= 8) return launch_scores<C, 1>(p, round, device, stream);
+  if (columns <= 16) return launch_scores<C, 2>(p, round, device, stream);
+  if (columns <= 32) return launch_scores<C, 4>(p, round, device, stream);
+  return launch_scores<C, 8>(p, round, device, stream);
+}
+
+template <int kThreads>
+cudaError_t launch_selection(BlockSelectParams const& p, Round const& round, int32_t rows,
+                             cudaStream_t stream) {
+  auto* const kernel = select_pages_kernel<kThreads>;
+  auto const error = ask_for_shared_memory(reinterpret_cast<void const*>(kernel));
+  if (error != cudaSuccess) return error;
+  return launch_behind(kernel, dim3(rows), dim3(kThreads), 0, stream, p, round);
+}
+
 cudaError_t launch_round(BlockSelectParams const& p, Round const& round, Device const& device,
                          cudaStream_t stream) {
-  int const columns = p.num_index_heads * p.decode_length;
-  if (columns <= 8) return launch_round<C, 1>(p, round, device, stream);
-  if (columns <= 16) return launch_round<C, 2>(p, round, device, stream);
-  if (columns <= 32) return launch_round<C, 4>(p, round, device, stream);
-  return launch_round<C, 8>(p, round, device, stream);
+  auto const error = p.index_scale == nullptr ? launch_scores<Bf16>(p, round, device, stream)
+                                              : launch_scores<E4m3>(p, round, device, stream);
+  if (error != cudaSuccess) return error;
+  // All rows should find room beside the scores' blocks, to wait there.
+  int32_t const rows = round.count * p.decode_length * p.num_index_heads;
+  return rows <= 2 * device.processors ? launch_selection<256>(p, round, rows, stream)
+                                       : launch_selection<128>(p, round, rows, stream);
 }
 
 }  // namespace
@@ -596,7 +575,8 @@ int64_t decode_select_workspace_bytes(int64_t num_decode_requests, int64_t decod
 cudaError_t launch_decode_select(BlockSelectParams const& p, void* workspace, cudaStream_t stream) {
   if (p.num_decode_requests == 0 || p.decode_length == 0) return cudaSuccess;
   if (p.num_index_heads > kMaxIndexHeads || p.decode_length > kMaxDecodeLength ||
-      p.top_k > kMaxTopK || p.type != Type::kBfloat16) {
+      p.top_k > kMaxTopK || p.type != Type::kBfloat16 || p.local_blocks < 1 ||
+      p.init_blocks + p.local_blocks > p.top_k) {
     return cudaErrorInvalidValue;
   }
   Device device{};
@@ -608,10 +588,10 @@ cudaError_t launch_decode_select(BlockSelectParams const& p, void* workspace, cu
       std::clamp<int64_t>(SCORE_BUDGET / request_bytes, 1, p.num_decode_requests));
   for (int32_t first = 0; first < p.num_decode_requests; first += step) {
     Round const round{first, std::min(step, p.num_decode_requests - first),
-                      static_cast<float*>(workspace), stride};
-    auto const error = p.index_scale == nullptr ? launch_round<Bf16>(p, round, device, stream)
-                                                : launch_round<E4m3>(p, round, device, stream);
-    if (error != cudaSuccess) return error;
+                      static_cast<uint32_t*>(workspace), stride};
+    if (auto const error = launch_round(p, round, device, stream); error != cudaSuccess) {
+      return error;
+    }
   }
   return cudaSuccess;
 }

@@ -96,12 +96,14 @@ def check(batch: Batch, q: Tensor, cache: Tensor, ids: Tensor, rule: Rule = M3) 
             continue
         open_scores, open_taken = scores[:, ~forced], taken[:, ~forced]
         cut = open_scores.topk(free, dim=1).values[:, -1:]
-        epsilon = 1e-5 * scores[scores.isfinite()].abs().max()
+        # fp32 sums of 128 products of this size differ by no more than this.
+        epsilon = 5e-6 * scores[scores.isfinite()].abs().max()
         assert not (open_taken & (open_scores < cut - epsilon)).any(), where
         assert not (~open_taken & (open_scores > cut + epsilon)).any(), where
         undecided += int((((open_scores - cut).abs() <= epsilon).sum(dim=1) > 1).sum())
         total += len(scores)
-    assert undecided <= total // 50, f"{undecided} of {total} rows are decided by rounding"
+    allowed = max(2, total // 20)
+    assert undecided <= allowed, f"{undecided} of {total} rows are decided by rounding"
 
 
 def run(
