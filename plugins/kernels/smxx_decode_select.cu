@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels/decode_select_pages.cuh"
 #include "kernels/mma_sync.cuh"
-#include "kernels/packed_tokens.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/smxx_decode_select.h"
 #include "kernels/top_blocks.cuh"
@@ -13,149 +13,26 @@ namespace {
 
 using Bf16 = __nv_bfloat16;
 using E4m3 = __nv_fp8_e4m3;
+using namespace decode_select;
 
 constexpr int64_t SCORE_BUDGET = int64_t{64} << 20;
 
-// Decode requests [first, first + count) are scored and selected together.
-struct Round {
-  int32_t first, count;
-  uint32_t* scores;      // [count, decode_length, Hi, stride], ordered_score of the floats
-  int64_t score_stride;  // max_pages, a multiple of 4
-};
+// ---- Scores. A block of threads takes an equal piece of the line, and each of its warps 16 keys
+// of every page.
 
-struct DecodeRequest {
-  int32_t request;  // row of the table
-  int32_t first_token, num_tokens;
-  int32_t length;  // keys, this step's included
-
-  __device__ int32_t position(int token) const { return length - num_tokens + token; }
-};
-
-__device__ DecodeRequest request_at(BlockSelectParams const& p, int32_t d) {
-  int32_t const request = p.tokens.num_requests - p.num_decode_requests + d;
-  int32_t const first = p.tokens.cu_query_lens[request];
-  int32_t const tokens = p.tokens.cu_query_lens[request + 1] - first;
-  return {request, first, min(tokens, p.decode_length), p.tokens.sequence_length[request]};
-}
-
-// The first blocks of the sequence, those before the last token's own. A token's own block is taken
-// whatever it scores, and the blocks before it are full: no score needs a mask. Nothing is scored
-// where every token takes all that it sees.
-__device__ int32_t scored_blocks(BlockSelectParams const& p, DecodeRequest const& r) {
-  int32_t const own = (r.length - 1) / kBlockSize;
-  bool const sees_all = min(own + 1, p.tokens.max_pages) <= p.top_k;
-  return r.num_tokens <= 0 || sees_all ? 0 : min(own, p.tokens.max_pages);
-}
-
-// ---- Scores: the pages of all requests lie end to end on a line, and the warps of the GPU take
-// equal pieces of it.
-
-constexpr int MAX_WARPS = 8;
-constexpr int SLICE_BYTES = 4096;  // of a page that are loaded and multiplied at once
-constexpr int STAGES = 5;          // slices of a warp
-constexpr int RING_BYTES = STAGES * SLICE_BYTES;
+constexpr int KEYS = 16;
+constexpr int WARPS = kBlockSize / KEYS;
 constexpr int STEPS = kHeadSize / 16;  // channels of one product
 
-// Walks over the line. All lanes of a warp hold the same cursor and call it together.
-class PageCursor {
- public:
-  __device__ PageCursor(BlockSelectParams const& p, Round const& round) : p_(p), round_(round) {}
-
-  __device__ int32_t count_pages() {
-    int32_t sum = 0;
-    for (int32_t base = (round_.count - 1) / 32 * 32; base >= 0; base -= 32) {
-      read(base);
-      sum += lane_blocks_;
-    }
-    return __reduce_add_sync(~0u, sum);
-  }
-
-  // To a page that exists.
-  __device__ void seek(int32_t page) {
-    for (int32_t base = 0; base < round_.count; base += 32) {
-      if (base != base_) read(base);
-      int32_t upto = lane_blocks_;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        int32_t const left = __shfl_up_sync(~0u, upto, offset);
-        if (lane() >= offset) upto += left;
-      }
-      unsigned const behind = __ballot_sync(~0u, upto > page);
-      if (behind != 0) {
-        int const at = __ffs(behind) - 1;
-        open(at);
-        block_ = page - __shfl_sync(~0u, upto - lane_blocks_, at);
-        return;
-      }
-      page -= __shfl_sync(~0u, upto, 31);
-    }
-  }
-
-  // To the next page; true when it belongs to another request. Behind the last it stays.
-  __device__ bool advance() {
-    if (++block_ < num_blocks_) return false;
-    unsigned later = __ballot_sync(~0u, lane_blocks_ > 0 && lane() > at_);
-    for (int32_t base = base_ + 32; later == 0; base += 32) {
-      if (base >= round_.count) return false;
-      read(base);
-      later = __ballot_sync(~0u, lane_blocks_ > 0);
-    }
-    open(__ffs(later) - 1);
-    block_ = 0;
-    return true;
-  }
-
-  __device__ DecodeRequest const& request() const { return request_; }
-  __device__ int32_t block() const { return block_; }
-  __device__ bool is_last() const { return block_ + 1 == num_blocks_; }  // of the request
-  __device__ uint32_t* scores() const {  // of the request's first row
-    int64_t const rows = int64_t{p_.decode_length} * p_.num_index_heads;
-    return round_.scores + (base_ + at_) * rows * round_.score_stride;
-  }
-  // Whether the block was full before this step.
-  __device__ bool is_old() const { return (block_ + 1) * kBlockSize <= request_.position(0); }
-
- private:
-  __device__ static int lane() { return threadIdx.x % 32; }
-
-  // 32 requests, one a lane.
-  __device__ void read(int32_t base) {
-    base_ = base;
-    lane_request_ = {};
-    lane_blocks_ = 0;
-    if (base + lane() < round_.count) {
-      lane_request_ = request_at(p_, round_.first + base + lane());
-      lane_blocks_ = scored_blocks(p_, lane_request_);
-    }
-  }
-
-  __device__ void open(int at) {
-    at_ = at;
-    request_ = {__shfl_sync(~0u, lane_request_.request, at),
-                __shfl_sync(~0u, lane_request_.first_token, at),
-                __shfl_sync(~0u, lane_request_.num_tokens, at),
-                __shfl_sync(~0u, lane_request_.length, at)};
-    num_blocks_ = __shfl_sync(~0u, lane_blocks_, at);
-  }
-
-  BlockSelectParams const& p_;
-  Round const& round_;
-  int32_t base_ = 0, at_ = 0;
-  DecodeRequest lane_request_{}, request_{};
-  int32_t lane_blocks_ = 0, num_blocks_ = 0;
-  int32_t block_ = 0;
-};
-
-// A warp's ring of slices.
+// A warp's ring of slices, 16 keys each.
 template <class C>
 struct Slices {
   static constexpr int ROW_BYTES = kHeadSize * sizeof(C);
   static constexpr int CHUNKS = ROW_BYTES / 16;
-  static constexpr int KEYS = SLICE_BYTES / ROW_BYTES;
-  static constexpr int PER_PAGE = kBlockSize / KEYS;
+  static constexpr int BYTES = KEYS * ROW_BYTES;
 };
 
-// Brings a warp's pages into its ring, a slice at a time.
+// Brings a warp's slices into its ring.
 template <class C>
 class SliceLoader {
   using S = Slices<C>;
@@ -168,31 +45,26 @@ class SliceLoader {
   // The next slice, none behind the last. Until the previous kernel has ended only keys of earlier
   // steps are loaded.
   __device__ void load(int stage) {
-    int const lane = threadIdx.x % 32;
     if (pages_left_ > 0) {
-      if (slice_ == 0) open_page();
-      uint8_t* const to = ring_ + stage * SLICE_BYTES;
-      if (page_ >= 0) {
+      int32_t const page = next_page();
+      int const lane = threadIdx.x % 32;
+      uint8_t* const to = ring_ + stage * S::BYTES;
+      if (page >= 0) {
         auto const* const from = static_cast<uint8_t const*>(p_.index_cache) +
-                                 int64_t{page_} * (kBlockSize * S::ROW_BYTES) +
-                                 slice_ * SLICE_BYTES + lane * 16;
+                                 (int64_t{page} * WARPS + threadIdx.x / 32) * S::BYTES + lane * 16;
         uint32_t const at = shared_address(to);
 #pragma unroll
-        for (int i = 0; i < SLICE_BYTES / 512; ++i) {
+        for (int i = 0; i < S::BYTES / 512; ++i) {
           int const chunk = i * 32 + lane;
           copy_async(at + swizzled<S::CHUNKS>(chunk / S::CHUNKS, chunk % S::CHUNKS), from + i * 512,
                      true);
         }
       } else {  // a missing page scores like one of NaN
-#pragma unroll
-        for (int i = 0; i < SLICE_BYTES / 512; ++i) {
-          reinterpret_cast<uint4*>(to)[i * 32 + lane] = make_uint4(~0u, ~0u, ~0u, ~0u);
+        for (int i = lane; i < S::BYTES / 16; i += 32) {
+          reinterpret_cast<uint4*>(to)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
         }
       }
-      if (++slice_ == S::PER_PAGE) {
-        slice_ = 0;
-        if (--pages_left_ > 0) opens_request_ = cursor_.advance();
-      }
+      if (--pages_left_ > 0) opens_request_ = cursor_.advance();
     }
     commit_copies();
   }
@@ -203,25 +75,22 @@ class SliceLoader {
   }
 
  private:
-  __device__ void open_page() {
+  __device__ int32_t next_page() {
     int32_t const block = cursor_.block(), window = block / 32;
     if (opens_request_ || window != window_) {
       table_ = page_of(p_.tokens, cursor_.request().request, window * 32 + threadIdx.x % 32);
       window_ = window;
-      opens_request_ = false;
     }
-    page_ = __shfl_sync(~0u, table_, block % 32);
     if (!cursor_.is_old()) wait_for_previous();
+    return __shfl_sync(~0u, table_, block % 32);
   }
 
   BlockSelectParams const& p_;
   PageCursor cursor_;
   int32_t pages_left_;
   uint8_t* ring_;
-  int slice_ = 0;
   bool opens_request_ = true, waited_ = false;
   int32_t window_ = 0, table_ = -1;  // 32 entries of the table, one a lane
-  int32_t page_ = -1;
 };
 
 // The queries of a request as the other operand: column = token * Hi + head.
@@ -234,6 +103,7 @@ struct Queries {
 // Which channels meet in a product is free, as long as keys and queries agree. Four e4m3 of a lane
 // become two pairs for one step, so its channels 4t .. 4t+3 stand side by side; bf16 has 2t, 2t+1
 // and 8 + 2t, 9 + 2t.
+// Past L1: the rehearsal reads what the previous kernel may still write.
 template <class C, int kTiles>
 __device__ void load_queries(BlockSelectParams const& p, DecodeRequest const& r,
                              Queries<kTiles>& q) {
@@ -252,7 +122,7 @@ __device__ void load_queries(BlockSelectParams const& p, DecodeRequest const& r,
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         auto const* const pair = from + step * 16 + half * (kWide ? 2 : 8);
-        q.pairs[n][step][half] = valid ? *reinterpret_cast<uint32_t const*>(pair) : 0;
+        q.pairs[n][step][half] = valid ? __ldcg(reinterpret_cast<uint32_t const*>(pair)) : 0;
       }
     }
   }
@@ -299,145 +169,158 @@ __device__ uint32_t e4m3_to_half(uint32_t pair) {
   return reinterpret_cast<uint32_t const&>(x);
 }
 
-// Raises best[n][i], the best score of columns 8n + 2 (lane % 4) + i among the lane's keys.
+// best[2n + i]: the best score of columns 8n + 2 (lane % 4) + i among the lane's keys.
 template <class C, int kTiles>
 __device__ void score_slice(uint8_t const* slice, Queries<kTiles> const& q,
-                            float (&best)[kTiles][2]) {
+                            float (&best)[2 * kTiles]) {
   using S = Slices<C>;
   constexpr bool kWide = std::is_same_v<C, E4m3>;
   constexpr int CHAINS = 2;  // of products that do not wait for each other
   int const lane = threadIdx.x % 32;
   uint32_t const keys = shared_address(slice);
+  float sums[kTiles][CHAINS][4] = {};
 #pragma unroll
-  for (int tile = 0; tile < S::KEYS / 16; ++tile) {
-    float sums[kTiles][CHAINS][4] = {};
+  for (int chunk = 0; chunk < S::CHUNKS; chunk += 2) {
+    uint32_t x[4];
+    load_matrices(x, keys + swizzled<S::CHUNKS>(lane % 16, chunk + lane / 16));
+    if constexpr (kWide) {
 #pragma unroll
-    for (int chunk = 0; chunk < S::CHUNKS; chunk += 2) {
-      uint32_t x[4];
-      load_matrices(x, keys + swizzled<S::CHUNKS>(tile * 16 + lane % 16, chunk + lane / 16));
-      if constexpr (kWide) {
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          uint32_t const low = x[2 * part], high = x[2 * part + 1];
-          uint32_t const a[4] = {e4m3_to_half(low & 0xffff), e4m3_to_half(high & 0xffff),
-                                 e4m3_to_half(low >> 16), e4m3_to_half(high >> 16)};
-          auto const& step = q.pairs;
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            multiply_add_half(sums[n][part], a, step[n][chunk + part][0], step[n][chunk + part][1]);
-          }
-        }
-      } else {
-        int const step = chunk / 2;
+      for (int part = 0; part < 2; ++part) {
+        uint32_t const low = x[2 * part], high = x[2 * part + 1];
+        uint32_t const a[4] = {e4m3_to_half(low & 0xffff), e4m3_to_half(high & 0xffff),
+                               e4m3_to_half(low >> 16), e4m3_to_half(high >> 16)};
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          multiply_add(sums[n][step % CHAINS], x, q.pairs[n][step][0], q.pairs[n][step][1]);
+          uint32_t const(&b)[2] = q.pairs[n][chunk + part];
+          multiply_add_half(sums[n][part], a, b[0], b[1]);
         }
       }
-    }
+    } else {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float const sum = sums[n][0][i] + sums[n][1][i];
-        // fmaxf drops a NaN.
-        best[n][i % 2] = fmaxf(best[n][i % 2], kWide ? sum * q.factor[n][i % 2] : sum);
+      for (int n = 0; n < kTiles; ++n) {
+        uint32_t const(&b)[2] = q.pairs[n][chunk / 2];
+        multiply_add(sums[n][chunk / 2 % CHAINS], x, b[0], b[1]);
       }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float upper = sums[n][0][i] + sums[n][1][i], lower = sums[n][0][i + 2] + sums[n][1][i + 2];
+      if constexpr (kWide) upper *= q.factor[n][i], lower *= q.factor[n][i];
+      best[2 * n + i] = fmaxf(fmaxf(-INFINITY, upper), lower);  // drops a NaN
     }
   }
 }
 
-// A warp's scores on their way to memory. A score is 4 bytes, and its row continues with the next
-// block: single ones would cost the memory more than the keys' last percents.
+// Scores on their way to memory. A score is 4 bytes and its row continues with the next block:
+// single ones would cost the memory more than the keys' last percents.
 template <int kTiles>
 struct Scores {
+  static constexpr int COLUMNS = 8 * kTiles;
   static constexpr int BLOCKS = kTiles <= 2 ? 32 : 64 / kTiles;
-  static constexpr int BYTES = kTiles * 8 * BLOCKS * 4;
+  static constexpr int BYTES = WARPS * COLUMNS * BLOCKS * 4;
 
-  uint32_t* staged;  // [columns, BLOCKS]
+  uint32_t* staged;  // [warps, columns, blocks]
 
-  // The maximum over the lanes that hold other keys.
-  __device__ void stage(int32_t block, float (&best)[kTiles][2]) const {
+  // The maximum over the lanes that hold other keys. In each round a lane passes on half of its
+  // values and keeps the others.
+  __device__ void stage(int32_t block, float (&x)[2 * kTiles]) const {
     int const lane = threadIdx.x % 32;
+    int first = 0, copies = 0;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float x = best[n][i];
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) {
-          x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
-        }
-        int const column = n * 8 + lane * 2 + i;
-        if (lane < 4) staged[column * BLOCKS + block % BLOCKS] = ordered_score(x);
-        best[n][i] = -INFINITY;
+    for (int offset = 16; offset >= 4; offset /= 2) {
+      int const half = kTiles * offset / 16;
+      bool const upper = (lane & offset) != 0;
+      if (half == 0) {
+        x[0] = fmaxf(x[0], __shfl_xor_sync(~0u, x[0], offset));
+        copies |= lane & offset;
+        continue;
       }
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        float const kept = upper ? x[half + i] : x[i], passed = upper ? x[i] : x[half + i];
+        x[i] = fmaxf(kept, __shfl_xor_sync(~0u, passed, offset));
+      }
+      if (upper) first += half;
+    }
+    if (copies != 0) return;
+#pragma unroll
+    for (int i = 0; i < (kTiles + 3) / 4; ++i) {
+      int const column = (first + i) / 2 * 8 + lane % 4 * 2 + (first + i) % 2;
+      uint32_t* const warp = staged + threadIdx.x / 32 * COLUMNS * BLOCKS;
+      warp[column * BLOCKS + block % BLOCKS] = ordered_score(x[i]);
     }
   }
 
-  // Blocks [first, last], which share a multiple of BLOCKS.
+  // Blocks [first, last], which lie in one group of BLOCKS. All warps call it together.
   __device__ void write(uint32_t* scores, int64_t stride, int columns, int32_t first,
                         int32_t last) const {
-    __syncwarp();
-    for (int i = threadIdx.x % 32; i < columns * BLOCKS; i += 32) {
+    __syncthreads();  // staged
+    for (int i = threadIdx.x; i < columns * BLOCKS; i += 32 * WARPS) {
       int32_t const block = last / BLOCKS * BLOCKS + i % BLOCKS;
-      if (block >= first && block <= last) scores[i / BLOCKS * stride + block] = staged[i];
+      if (block < first || block > last) continue;
+      uint32_t best = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) best = max(best, staged[w * COLUMNS * BLOCKS + i]);
+      scores[i / BLOCKS * stride + block] = best;
     }
-    __syncwarp();
+    __syncthreads();  // read
   }
 };
 
 // Grid: as many blocks as the GPU runs at once.
-template <class C, int kTiles>
-__global__ void __launch_bounds__(32 * MAX_WARPS, 1)
+template <class C, int kTiles, int kStages>
+__global__ void __launch_bounds__(32 * WARPS, 1)
     score_pages_kernel(__grid_constant__ BlockSelectParams const p,
                        __grid_constant__ Round const round) {
   extern __shared__ __align__(128) uint8_t memory[];
   let_next_kernel_start();
-  int const warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  int64_t const worker = blockIdx.x * warps + warp, workers = gridDim.x * warps;
   PageCursor cursor(p, round);
   int64_t const total = cursor.count_pages();
-  auto const begin = static_cast<int32_t>(total * worker / workers);
-  auto const end = static_cast<int32_t>(total * (worker + 1) / workers);
+  auto const begin = static_cast<int32_t>(total * blockIdx.x / gridDim.x);
+  auto const end = static_cast<int32_t>(total * (blockIdx.x + 1) / gridDim.x);
   if (begin == end) {
     wait_for_previous_kernel();
     return;
   }
   cursor.seek(begin);
-  uint8_t* const ring = memory + warp * RING_BYTES;
-  Scores<kTiles> const scores{
-      reinterpret_cast<uint32_t*>(memory + warps * RING_BYTES + warp * Scores<kTiles>::BYTES)};
+  constexpr int RING_BYTES = kStages * Slices<C>::BYTES;
+  uint8_t* const ring = memory + threadIdx.x / 32 * RING_BYTES;
+  Scores<kTiles> const scores{reinterpret_cast<uint32_t*>(memory + WARPS * RING_BYTES)};
+  uint8_t const* const idle = memory + WARPS * RING_BYTES + Scores<kTiles>::BYTES;
   SliceLoader<C> loader(p, cursor, end - begin, ring);
 #pragma unroll 1
-  for (int s = 0; s < STAGES; ++s) loader.load(s);
-  // So far only results of earlier steps were read.
-  loader.wait_for_previous();
+  for (int s = 0; s < kStages; ++s) loader.load(s);
 
   float const scale = p.index_scale == nullptr ? 1.f : *p.index_scale;
   Queries<kTiles> queries;
-  float best[kTiles][2];
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) best[n][0] = best[n][1] = -INFINITY;
   bool opens_request = true;
   int stage = 0;
   int32_t unwritten = cursor.block();
-  for (int32_t page = begin; page < end; ++page) {
+  // The first turn is a rehearsal on whatever lies there, which brings the code into the caches
+  // while the previous kernel ends.
+  for (int32_t page = begin - 1; page < end; ++page) {
     DecodeRequest const& request = cursor.request();
+    int32_t const block = cursor.block();
+    bool const rehearses = page < begin;
     if (opens_request) {
       load_queries<C>(p, request, queries);
       if constexpr (std::is_same_v<C, E4m3>) queries_to_half(scale, queries);
     }
-    for (int slice = 0; slice < Slices<C>::PER_PAGE; ++slice) {
-      wait_copies<STAGES - 1>();
-      __syncwarp();  // the slice is complete
-      score_slice<C>(ring + stage * SLICE_BYTES, queries, best);
-      __syncwarp();  // and may be overwritten
-      loader.load(stage);
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
-    int32_t const block = cursor.block();
+    if (!rehearses) wait_copies<kStages - 1>();
+    __syncwarp();  // the slice is complete
+    float best[2 * kTiles];
+    score_slice<C>(rehearses ? idle : ring + stage * Slices<C>::BYTES, queries, best);
     scores.stage(block, best);
+    if (rehearses) {
+      loader.wait_for_previous();
+      continue;
+    }
+    __syncwarp();  // and may be overwritten
+    loader.load(stage);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
     if (page + 1 == end || cursor.is_last() || (block + 1) % Scores<kTiles>::BLOCKS == 0) {
       scores.write(cursor.scores(), round.score_stride, request.num_tokens * p.num_index_heads,
                    unwritten, block);
@@ -465,29 +348,33 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   auto const ids = [&](int h, int32_t t) {
     return p.block_ids + (int64_t{h} * p.tokens.num_tokens + t) * p.top_k;
   };
-  wait_for_previous_kernel();
+  int32_t const position = request.position(token);
+  int32_t const own = position < 0 ? -1 : position / kBlockSize;
+  int32_t const visible = min(own + 1, p.tokens.max_pages);
+  int32_t const low = p.init_blocks, high = min(visible, own - p.local_blocks + 1);
+  int32_t const count = p.top_k - low - (visible - high);
+  top_blocks::Contest const row{round.scores + blockIdx.x * round.score_stride, low, high, count};
+  bool const competes = token < request.num_tokens && visible > p.top_k && count > 0;
+  // A rehearsal on whatever lies there brings the code into the caches while scores are computed.
+#pragma unroll 1
+  for (int turn = blockIdx.x < round.rehearsals ? 0 : 1; turn < 2; ++turn) {
+    if (turn == 1) wait_for_previous_kernel();
+    if (competes) top_blocks::choose(row, shared);
+  }
 
   int32_t const padding = p.tokens.num_tokens - max(num_real, first_decode);
   for (int32_t i = blockIdx.x; i < padding * heads; i += gridDim.x) {
     if (thread < p.top_k) ids(i % heads, p.tokens.num_tokens - 1 - i / heads)[thread] = -1;
   }
-  if (token >= request.num_tokens) return;
+  if (token >= request.num_tokens || thread >= p.top_k) return;
   int32_t* const out = ids(head, request.first_token + token);
-  int32_t const position = request.position(token);
-  int32_t const own = position < 0 ? -1 : position / kBlockSize;
-  int32_t const visible = min(own + 1, p.tokens.max_pages);
   if (visible <= p.top_k) {  // all of them, padding rows none
-    if (thread < p.top_k) out[thread] = thread < visible ? thread : -1;
+    out[thread] = thread < visible ? thread : -1;
     return;
   }
-  int32_t const low = p.init_blocks, high = min(visible, own - p.local_blocks + 1);
-  int32_t const count = p.top_k - low - (visible - high);
-  if (thread < p.top_k) {  // ascending; the own block is the highest id there is
-    if (thread < low) out[thread] = thread;
-    if (thread >= low + count) out[thread] = high + thread - (low + count);
-  }
-  if (count == 0) return;
-  top_blocks::choose({round.scores + blockIdx.x * round.score_stride, low, high, count}, shared);
+  // Ascending; the own block is the highest id there is.
+  if (thread < low) out[thread] = thread;
+  if (thread >= low + count) out[thread] = high + thread - (low + count);
   if (thread < count) {
     int32_t const block = shared.chosen[thread];
     int32_t rank = low;
@@ -518,19 +405,28 @@ cudaError_t ask_for_shared_memory(void const* kernel) {
                               cudaSharedmemCarveoutMaxShared);
 }
 
-template <class C, int kTiles>
+template <class C, int kTiles, int kStages>
 cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
                           cudaStream_t stream) {
-  constexpr int WARP_BYTES = RING_BYTES + Scores<kTiles>::BYTES;
-  auto* const kernel = score_pages_kernel<C, kTiles>;
-  int const warps = std::min(MAX_WARPS, device.shared_bytes / WARP_BYTES);
-  if (warps == 0) return cudaErrorInvalidConfiguration;
-  int const bytes = warps * WARP_BYTES;
-  auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  constexpr int BYTES = (WARPS * kStages + 1) * Slices<C>::BYTES + Scores<kTiles>::BYTES;
+  if (BYTES > device.shared_bytes) return cudaErrorInvalidConfiguration;
+  auto* const kernel = score_pages_kernel<C, kTiles, kStages>;
+  auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
   if (error != cudaSuccess) return error;
   error = ask_for_shared_memory(reinterpret_cast<void const*>(kernel));
   if (error != cudaSuccess) return error;
-  return launch_behind(kernel, dim3(device.processors), dim3(32 * warps), bytes, stream, p, round);
+  return launch_behind(kernel, dim3(device.processors), dim3(32 * WARPS), BYTES, stream, p, round);
+}
+
+// 160 KB of keys on their way on GPUs that have the room, else 64 KB.
+template <class C, int kTiles>
+cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
+                          cudaStream_t stream) {
+  constexpr int PAGE_BYTES = WARPS * Slices<C>::BYTES;
+  constexpr int MANY = 160 * 1024 / PAGE_BYTES, FEW = 64 * 1024 / PAGE_BYTES;
+  return device.shared_bytes >= (MANY + 1) * PAGE_BYTES
+             ? launch_scores<C, kTiles, MANY>(p, round, device, stream)
+             : launch_scores<C, kTiles, FEW>(p, round, device, stream);
 }
 
 template <class C>
@@ -588,7 +484,8 @@ cudaError_t launch_decode_select(BlockSelectParams const& p, void* workspace, cu
       std::clamp<int64_t>(SCORE_BUDGET / request_bytes, 1, p.num_decode_requests));
   for (int32_t first = 0; first < p.num_decode_requests; first += step) {
     Round const round{first, std::min(step, p.num_decode_requests - first),
-                      static_cast<uint32_t*>(workspace), stride};
+                      static_cast<uint32_t*>(workspace), stride,
+                      2u * static_cast<uint32_t>(device.processors)};
     if (auto const error = launch_round(p, round, device, stream); error != cudaSuccess) {
       return error;
     }

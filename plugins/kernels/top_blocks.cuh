@@ -39,12 +39,13 @@ struct Held {
   __device__ static int32_t block(int32_t chunk, int i) {
     return chunk * CHUNK + (i * kThreads + static_cast<int32_t>(threadIdx.x)) * 4;
   }
+  // Past L1: scores may have been read here before they were written.
   __device__ void load(Contest const& row, int32_t chunk) {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       int32_t const first = block(chunk, i);
       uint4 four{};
-      if (first < row.high) four = *reinterpret_cast<uint4 const*>(row.scores + first);
+      if (first < row.high) four = __ldcg(reinterpret_cast<uint4 const*>(row.scores + first));
       x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
     }
 #pragma unroll
