@@ -103,7 +103,7 @@ struct Queries {
 // Which channels meet in a product is free, as long as keys and queries agree. Four e4m3 of a lane
 // become two pairs for one step, so its channels 4t .. 4t+3 stand side by side; bf16 has 2t, 2t+1
 // and 8 + 2t, 9 + 2t.
-// Past L1: the rehearsal reads what the previous kernel may still write.
+// Through L1: all warps of the GPU want the same few lines when the batch is small.
 template <class C, int kTiles>
 __device__ void load_queries(BlockSelectParams const& p, DecodeRequest const& r,
                              Queries<kTiles>& q) {
@@ -122,7 +122,7 @@ __device__ void load_queries(BlockSelectParams const& p, DecodeRequest const& r,
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         auto const* const pair = from + step * 16 + half * (kWide ? 2 : 8);
-        q.pairs[n][step][half] = valid ? __ldcg(reinterpret_cast<uint32_t const*>(pair)) : 0;
+        q.pairs[n][step][half] = valid ? *reinterpret_cast<uint32_t const*>(pair) : 0;
       }
     }
   }
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   for (int s = 0; s < kStages; ++s) loader.load(s);
 
   float const scale = p.index_scale == nullptr ? 1.f : *p.index_scale;
-  Queries<kTiles> queries;
+  Queries<kTiles> queries{};
   bool opens_request = true;
   int stage = 0;
   int32_t unwritten = cursor.block();
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     DecodeRequest const& request = cursor.request();
     int32_t const block = cursor.block();
     bool const rehearses = page < begin;
-    if (opens_request) {
+    if (opens_request && !rehearses) {
       load_queries<C>(p, request, queries);
       if constexpr (std::is_same_v<C, E4m3>) queries_to_half(scale, queries);
     }
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 // ---- Selection: a block of threads for each (request, token, index head).
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+__global__ void __launch_bounds__(kThreads, 768 / kThreads)
     select_pages_kernel(__grid_constant__ BlockSelectParams const p,
                         __grid_constant__ Round const round) {
   __shared__ top_blocks::Shared<kThreads> shared;
@@ -375,12 +375,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   // Ascending; the own block is the highest id there is.
   if (thread < low) out[thread] = thread;
   if (thread >= low + count) out[thread] = high + thread - (low + count);
-  if (thread < count) {
-    int32_t const block = shared.chosen[thread];
-    int32_t rank = low;
-    for (int32_t i = 0; i < count; ++i) rank += shared.chosen[i] < block;
-    out[rank] = block;
-  }
+  if (thread < count) out[low + top_blocks::place(shared, thread)] = shared.chosen[thread];
 }
 
 int64_t stride_of(int64_t max_pages) {

@@ -99,13 +99,27 @@ __device__ void find_bound(Contest const& row, int32_t chunks, Held<kThreads>& h
     for (int i = 1; i < kThreads / GROUPS; ++i) {
       best = max(best, shared.best[thread + i * GROUPS]);
     }
+    shared.candidates[thread] = best;
   }
   __syncthreads();
-  if (thread < GROUPS) shared.best[thread] = best;
-  __syncthreads();
-  if (thread < GROUPS && count_larger(shared.best, GROUPS, best) == row.count - 1) {
+  if (thread < GROUPS && count_larger(shared.candidates, GROUPS, best) == row.count - 1) {
     shared.bound = best;
   }
+}
+
+// Chooses the best of the first `count` candidates.
+template <int kThreads>
+__device__ void rank_candidates(Contest const& row, int32_t count, Shared<kThreads>& shared) {
+  int const thread = threadIdx.x;
+  if (count % 2 == 1 && thread == 0) shared.candidates[count] = 0;
+  __syncthreads();  // candidates
+  for (int32_t i = thread; i < count; i += kThreads) {
+    uint64_t const key = shared.candidates[i];
+    int32_t const rank = count_larger(shared.candidates, count, key);
+    if (rank < row.count) shared.chosen[rank] = block_of(key);
+    if (rank == row.count - 1) shared.bound = key;
+  }
+  __syncthreads();  // chosen, bound
 }
 
 // Writes the best blocks to shared.chosen, in any order. Keys differ, so that the result does not
@@ -113,14 +127,17 @@ __device__ void find_bound(Contest const& row, int32_t chunks, Held<kThreads>& h
 template <int kThreads>
 __device__ void choose(Contest const& row, Shared<kThreads>& shared) {
   int const thread = threadIdx.x;
+  if (thread < kMaxTopK) shared.chosen[thread] = INT32_MAX;
+  if (row.high - row.low <= GROUPS * 4) {  // a group may be empty
+    for (int32_t i = thread; i < row.high - row.low; i += kThreads) {
+      shared.candidates[i] = rank_key(__ldcg(row.scores + row.low + i), row.low + i);
+    }
+    rank_candidates(row, row.high - row.low, shared);
+    return;
+  }
   int32_t const chunks = (row.high + Held<kThreads>::CHUNK - 1) / Held<kThreads>::CHUNK;
   Held<kThreads> held;
-  if (row.high - row.low > GROUPS * 4) {  // every group has a block
-    find_bound(row, chunks, held, shared);
-  } else {
-    if (thread == 0) shared.bound = rank_key(1u, 0);
-    held.load(row, 0);
-  }
+  find_bound(row, chunks, held, shared);
   for (;;) {
     if (thread == 0) shared.num_candidates = 0;
     __syncthreads();  // bound and count
@@ -134,21 +151,21 @@ __device__ void choose(Contest const& row, Shared<kThreads>& shared) {
         if (at < MAX_CANDIDATES) shared.candidates[at] = rank_key(x, block);
       });
     }
-    __syncthreads();
+    __syncthreads();  // count
     int32_t const found = shared.num_candidates;
-    int32_t const count = min(found, MAX_CANDIDATES);
-    if (count % 2 == 1 && thread == 0) shared.candidates[count] = 0;
-    __syncthreads();
-    for (int32_t i = thread; i < count; i += kThreads) {
-      uint64_t const key = shared.candidates[i];
-      int32_t const rank = count_larger(shared.candidates, count, key);
-      if (rank < row.count) shared.chosen[rank] = block_of(key);
-      if (rank == row.count - 1) shared.bound = key;
-    }
-    __syncthreads();
+    rank_candidates(row, min(found, MAX_CANDIDATES), shared);
     // Too many: the last chosen of those that found room is a higher bound.
     if (found <= MAX_CANDIDATES) return;
   }
+}
+
+// How many of the chosen blocks are lower than the i-th.
+template <int kThreads>
+__device__ int32_t place(Shared<kThreads> const& shared, int i) {
+  int32_t lower = 0;
+#pragma unroll
+  for (int32_t const block : shared.chosen) lower += block < shared.chosen[i];
+  return lower;
 }
 
 }  // namespace m3::kernels::top_blocks
