@@ -22,6 +22,7 @@ struct BlockSelectParams {  // shapes: N tokens, P pages, D = 128
   int32_t top_k;
   int32_t init_blocks;   // blocks 0 .. init_blocks-1 are always taken
   int32_t local_blocks;  // so are the local_blocks blocks that end at the query's own, >= 1
+  int32_t num_pages;     // P; only prefill_select.h's kernels use it
   Type type;             // of index_q, and of the cache when there is no scale
 };
 
