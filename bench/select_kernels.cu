@@ -1,4 +1,5 @@
 // The selection kernels behind C functions, for bench/select_library.py: no TensorRT in between.
+#include "kernels/prefill_select.h"
 #include "kernels/smxx_block_select.h"
 #include "kernels/smxx_decode_select.h"
 
@@ -13,6 +14,7 @@ struct SelectStep {
   int32_t num_requests, num_tokens, max_pages;
   int32_t num_decode, q_len;
   int32_t num_index_heads, top_k, init_blocks, local_blocks;
+  int32_t num_pages;
 };
 
 static BlockSelectParams select_params(SelectStep const& s, void const* index_q,
@@ -31,6 +33,7 @@ static BlockSelectParams select_params(SelectStep const& s, void const* index_q,
   p.top_k = s.top_k;
   p.init_blocks = s.init_blocks;
   p.local_blocks = s.local_blocks;
+  p.num_pages = s.num_pages;
   p.type = Type::kBfloat16;
   return p;
 }
@@ -55,5 +58,27 @@ int m3_bench_block_select(SelectStep const* s, void const* index_q, void const* 
                           cudaStream_t stream) {
   return launch_block_select(select_params(*s, index_q, index_cache, index_scale, block_ids),
                              workspace, stream);
+}
+
+int64_t m3_bench_smxx_prefill_select_workspace(SelectStep const* s) {
+  return prefill_select_workspace_bytes(s->num_tokens, s->num_index_heads, s->max_pages);
+}
+
+int m3_bench_smxx_prefill_select(SelectStep const* s, void const* index_q, void const* index_cache,
+                                 float const* index_scale, int32_t* block_ids, void* workspace,
+                                 cudaStream_t stream) {
+  return launch_smxx_prefill_select(select_params(*s, index_q, index_cache, index_scale, block_ids),
+                                    workspace, stream);
+}
+
+int64_t m3_bench_sm90_prefill_select_workspace(SelectStep const* s) {
+  return m3_bench_smxx_prefill_select_workspace(s);
+}
+
+int m3_bench_sm90_prefill_select(SelectStep const* s, void const* index_q, void const* index_cache,
+                                 float const* index_scale, int32_t* block_ids, void* workspace,
+                                 cudaStream_t stream) {
+  return launch_sm90_prefill_select(select_params(*s, index_q, index_cache, index_scale, block_ids),
+                                    workspace, stream);
 }
 }

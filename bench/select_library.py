@@ -23,6 +23,9 @@ SOURCES = (
     ROOT / "bench" / "select_kernels.cu",
     KERNELS / "smxx_block_select.cu",
     KERNELS / "smxx_decode_select.cu",
+    KERNELS / "smxx_prefill_select.cu",
+    KERNELS / "smxx_select_top.cu",
+    KERNELS / "sm90_prefill_select.cu",
 )
 
 
@@ -37,7 +40,7 @@ class CSelectStep(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_int32)
-            for name in ("num_index_heads", "top_k", "init_blocks", "local_blocks")
+            for name in ("num_index_heads", "top_k", "init_blocks", "local_blocks", "num_pages")
         ),
     ]
 
@@ -61,6 +64,26 @@ def load(library: Path = LIBRARY) -> ctypes.CDLL:
     return compile_library(library, SOURCES)
 
 
+def c_step(
+    batch: Batch, index_q: torch.Tensor, index_cache: torch.Tensor, rule: Rule
+) -> CSelectStep:
+    return CSelectStep(
+        batch.cu_query_lens.data_ptr(),
+        batch.sequence_length.data_ptr(),
+        batch.table.data_ptr(),
+        len(batch.sequence_length),
+        batch.num_tokens,
+        batch.table.shape[1],
+        batch.num_decode,
+        batch.q_len,
+        index_q.shape[1],
+        rule.top_k,
+        rule.init,
+        rule.local,
+        len(index_cache),
+    )
+
+
 def select(
     library: ctypes.CDLL,
     kernel: str,
@@ -71,31 +94,19 @@ def select(
     rule: Rule = Rule(),
     workspace: torch.Tensor | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """A call of `kernel`, decode_select or block_select: block ids [Hi, N, top_k].
+    """A call of `kernel`: block ids [Hi, N, top_k].
+
+    decode_select, smxx_prefill_select and sm90_prefill_select write their rows, block_select all.
 
     index_q [N, Hi, D] bf16; index_cache [P, 128, D] bf16, or e4m3 with its scale [1].
     """
-    heads = index_q.shape[1]
-    step = CSelectStep(
-        batch.cu_query_lens.data_ptr(),
-        batch.sequence_length.data_ptr(),
-        batch.table.data_ptr(),
-        len(batch.sequence_length),
-        batch.num_tokens,
-        batch.table.shape[1],
-        batch.num_decode,
-        batch.q_len,
-        heads,
-        rule.top_k,
-        rule.init,
-        rule.local,
-    )
+    step = c_step(batch, index_q, index_cache, rule)
     launch = getattr(library, f"m3_bench_{kernel}")
     if workspace is None:
         size = getattr(library, f"m3_bench_{kernel}_workspace")
         size.restype = ctypes.c_int64
         workspace = torch.empty(size(ctypes.byref(step)), dtype=torch.uint8, device="cuda")
-    shape = (heads, batch.num_tokens, rule.top_k)
+    shape = (index_q.shape[1], batch.num_tokens, rule.top_k)
     ids = torch.full(shape, 0x7B7B7B7B, dtype=torch.int32, device="cuda")
 
     def call() -> torch.Tensor:
