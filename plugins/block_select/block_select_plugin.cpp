@@ -1,8 +1,12 @@
 #include "block_select/block_select_plugin.h"
 
+#include <algorithm>
+
 #include "common/creator.h"
 #include "common/paged_inputs.h"
+#include "kernels/prefill_select.h"
 #include "kernels/smxx_block_select.h"
+#include "kernels/smxx_decode_select.h"
 
 namespace m3 {
 
@@ -18,6 +22,27 @@ enum Input : int32_t {
   kDecodeRows = kPacked + kPackedInputs,
   kIndexScale,
 };
+
+cudaError_t launch_context(kernels::BlockSelectParams const& p, void* workspace,
+                           cudaStream_t stream) {
+#ifdef M3_SM90
+  if (kernels::has_sm90_prefill_select(p)) {
+    return kernels::launch_sm90_prefill_select(p, workspace, stream);
+  }
+#endif
+  return kernels::has_prefill_select(p.type, p.num_index_heads)
+             ? kernels::launch_smxx_prefill_select(p, workspace, stream)
+             : kernels::launch_block_select_context(p, workspace, stream);
+}
+
+cudaError_t launch(kernels::BlockSelectParams const& p, void* workspace, cudaStream_t stream) {
+  // Decode rows last, so that the attention behind may start while they are selected.
+  auto const error = launch_context(p, workspace, stream);
+  if (error != cudaSuccess) return error;
+  return p.type == kernels::Type::kBfloat16
+             ? kernels::launch_decode_select(p, workspace, stream)
+             : kernels::launch_block_select_decode(p, workspace, stream);
+}
 
 }  // namespace
 
@@ -63,7 +88,12 @@ void BlockSelectPlugin::check_shapes(Shapes const& shapes) const {
 
 size_t BlockSelectPlugin::workspace_bytes(Shapes const& largest) const {
   Dims const& q = largest.in[kIndexQ];
-  return kernels::block_select_workspace_bytes(q.d[0], q.d[1], largest.in[kPacked + 2].d[1]);
+  Dims const& decode_rows = largest.in[kDecodeRows];
+  int64_t const max_pages = largest.in[kPacked + 2].d[1];
+  return std::max({kernels::block_select_workspace_bytes(q.d[0], q.d[1], max_pages),
+                   kernels::prefill_select_workspace_bytes(q.d[0], q.d[1], max_pages),
+                   kernels::decode_select_workspace_bytes(decode_rows.d[0], decode_rows.d[1],
+                                                          q.d[1], max_pages)});
 }
 
 void BlockSelectPlugin::enqueue_step(Step const& step) const {
@@ -86,8 +116,9 @@ void BlockSelectPlugin::enqueue_step(Step const& step) const {
   p.top_k = a.top_k;
   p.init_blocks = a.init_blocks;
   p.local_blocks = a.local_blocks;
+  p.num_pages = static_cast<int32_t>(step.in[kIndexCache].dims.d[0]);
   p.type = kernel_type(step.in[kIndexQ].type);
-  check_launch(kernels::launch_block_select(p, step.workspace, step.stream), "block_select");
+  check_launch(launch(p, step.workspace, step.stream), "block_select");
 }
 
 }  // namespace m3

@@ -47,6 +47,12 @@ __device__ inline float warp_max(float x) {
   return x;
 }
 
+__device__ inline float warp_min(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = fminf(x, __shfl_xor_sync(~0u, x, offset));
+  return x;
+}
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }

@@ -69,6 +69,17 @@ __device__ inline void multiply_columns(float (&d)[64], uint32_t const* a, uint6
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// d [64, 128] = a b^T (+ d) with a in registers, as mma's fragments, and b K-major; K = 16.
+__device__ inline void multiply_rows(float (&d)[64], uint32_t const* a, uint64_t b,
+                                     int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " M3_D_NAMES
+      ", {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
+      : M3_D_ALL
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 #undef M3_D
 #undef M3_D_ALL
 #undef M3_D_NAMES

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kernels/block_rank.cuh"
 #include "kernels/packed_tokens.cuh"
 #include "kernels/smxx_block_select.h"
 #include "kernels/vectors.cuh"
@@ -121,18 +122,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Above every score (+inf is 0xff800000, NaN does not occur), below the first `last` of a
-// selection.
-constexpr uint32_t kForcedRank = 0xfffffffeu;
-
-// Larger is better, no two blocks are equal: score first, then the lower block.
-__device__ uint64_t rank_key(float score, int32_t block, bool forced) {
-  uint32_t const bits = __float_as_uint(score + 0.f);  // -0 becomes +0, so that they tie
-  uint32_t const ordered = bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
-  uint32_t const lower_wins = 0xffffffffu - static_cast<uint32_t>(block);
-  return uint64_t{forced ? kForcedRank : ordered} << 32 | lower_wins;
-}
-
 __device__ uint64_t block_max(uint64_t x, uint64_t (&per_warp)[kThreads / 32]) {
   for (int offset = 16; offset > 0; offset /= 2) {
     uint64_t const other = __shfl_xor_sync(~0u, x, offset);
@@ -173,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
       if (key < last && key > best) best = key;
     }
     last = block_max(best, per_warp);
-    if (lane == 0) chosen[i] = static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(last));
+    if (lane == 0) chosen[i] = block_of(last);
   }
   __syncthreads();
   if (lane < p.top_k) {  // ascending; the own block is the highest id there is
@@ -229,6 +218,15 @@ cudaError_t launch_range(BlockSelectParams const& p, int32_t first, int32_t end,
   return cudaSuccess;
 }
 
+int32_t first_decode_token(BlockSelectParams const& p) {
+  return p.tokens.num_tokens - p.num_decode_requests * p.decode_length;
+}
+
+bool is_supported(BlockSelectParams const& p) {
+  return p.num_index_heads <= kMaxIndexHeads && p.decode_length <= kMaxDecodeLength &&
+         p.top_k <= kMaxTopK && first_decode_token(p) >= 0;
+}
+
 }  // namespace
 
 int64_t block_select_workspace_bytes(int64_t num_tokens, int64_t num_index_heads,
@@ -238,24 +236,24 @@ int64_t block_select_workspace_bytes(int64_t num_tokens, int64_t num_index_heads
                   std::max(kScoreBudget, kMaxRows * row_bytes));
 }
 
-cudaError_t launch_block_select(BlockSelectParams const& p, void* workspace, cudaStream_t stream) {
-  if (p.tokens.num_tokens == 0) return cudaSuccess;
-  if (p.num_index_heads > kMaxIndexHeads || p.decode_length > kMaxDecodeLength ||
-      p.top_k > kMaxTopK) {
-    return cudaErrorInvalidValue;
-  }
-  int32_t const decode_tokens = p.num_decode_requests * p.decode_length;
-  int32_t const context_tokens = p.tokens.num_tokens - decode_tokens;
-  if (context_tokens < 0) return cudaErrorInvalidValue;
-  auto* const scores = static_cast<float*>(workspace);
-  if (auto const error =
-          launch_range(p, 0, context_tokens, kMaxRows / p.num_index_heads, scores, stream);
-      error != cudaSuccess) {
-    return error;
-  }
+cudaError_t launch_block_select_context(BlockSelectParams const& p, void* workspace,
+                                        cudaStream_t stream) {
+  if (!is_supported(p)) return cudaErrorInvalidValue;
+  return launch_range(p, 0, first_decode_token(p), kMaxRows / p.num_index_heads,
+                      static_cast<float*>(workspace), stream);
+}
+
+cudaError_t launch_block_select_decode(BlockSelectParams const& p, void* workspace,
+                                       cudaStream_t stream) {
+  if (!is_supported(p)) return cudaErrorInvalidValue;
   // A decode tile is one request: its keys are its own, other requests would not share them.
-  return launch_range(p, context_tokens, p.tokens.num_tokens, std::max(p.decode_length, 1), scores,
-                      stream);
+  return launch_range(p, first_decode_token(p), p.tokens.num_tokens, std::max(p.decode_length, 1),
+                      static_cast<float*>(workspace), stream);
+}
+
+cudaError_t launch_block_select(BlockSelectParams const& p, void* workspace, cudaStream_t stream) {
+  auto const error = launch_block_select_context(p, workspace, stream);
+  return error != cudaSuccess ? error : launch_block_select_decode(p, workspace, stream);
 }
 
 }  // namespace m3::kernels

@@ -22,6 +22,7 @@ struct BlockSelectParams {  // shapes: N tokens, P pages, D = 128
   int32_t top_k;
   int32_t init_blocks;   // blocks 0 .. init_blocks-1 are always taken
   int32_t local_blocks;  // so are the local_blocks blocks that end at the query's own, >= 1
+  int32_t num_pages;     // P; only prefill_select.h's kernels use it
   Type type;             // of index_q, and of the cache when there is no scale
 };
 
@@ -33,5 +34,11 @@ int64_t block_select_workspace_bytes(int64_t num_tokens, int64_t num_index_heads
 // Score of a block = largest dot product of the query with the block's keys at or before it, fp32.
 // A NaN product loses to every number. Equal scores: the lower block wins.
 cudaError_t launch_block_select(BlockSelectParams const& p, void* workspace, cudaStream_t stream);
+
+// The context rows or the decode rows alone, where another kernel serves the others.
+cudaError_t launch_block_select_context(BlockSelectParams const& p, void* workspace,
+                                        cudaStream_t stream);
+cudaError_t launch_block_select_decode(BlockSelectParams const& p, void* workspace,
+                                       cudaStream_t stream);
 
 }  // namespace m3::kernels

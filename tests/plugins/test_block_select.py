@@ -265,8 +265,8 @@ def test_finds_needles_in_a_long_context() -> None:
 @pytest.mark.full
 @gpu
 def test_works_in_rounds_when_the_scores_exceed_the_budget() -> None:
-    """5,000 tokens with 4 heads on a table of 1,024 pages: 82 MB of scores, 64 MB at once."""
-    shape = SHAPES["heads4-bf16"]
+    """5,000 tokens with 4 heads on a table of 1,024 pages: 82 MB of f32 scores, 64 MB at once."""
+    shape = SHAPES["heads4-f32"]
     batch = make_step([Request(5000, 5000)], spare_columns=984)
     inputs = make_inputs(batch, shape)
     ids = harness.run(node(shape), inputs)["block_ids"]
