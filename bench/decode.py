@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from m3trt.bench.msa_bench import (
     Work,
     make_call,
     make_record,
+    still_usable,
     verify,
 )
 from m3trt.bench.msa_steps import TOP_K, TP1, TP4, TP8, Heads, Pool, Step
@@ -54,6 +56,15 @@ class Case:
     dtype: str = "bfloat16"
     parts: tuple[str, ...] = ("select", "total")
     dense: bool = False
+
+    @property
+    def aimed(self) -> bool:
+        """Whether there is a target for it."""
+        return any((*self.key, part) in TARGETS for part in self.parts)
+
+    @property
+    def key(self) -> tuple[Heads, int, int, int]:
+        return self.heads, self.batch, self.context, self.q_len
 
     def lengths(self) -> list[int]:
         if self.context:
@@ -119,7 +130,7 @@ QUICK = (
 
 
 def full() -> list[Case]:
-    """Every case that the project's targets name, and those around them."""
+    """Every case that the project's targets name, first, and those around them."""
     cases = [
         Case(TP1, batch, context, parts=ALL if context == 128 * K else ALL[::2])
         for context in (8 * K, 32 * K, 128 * K, 512 * K, M)
@@ -136,12 +147,13 @@ def full() -> list[Case]:
     cases += [Case(*case, dtype=FLOAT8, parts=ALL) for case in fp8]
     dense = {(batch, context) for batch in (1, 8, 32) for context in (8 * K, 128 * K)}
     dense |= {(1, M), (8, M)}
-    return [
+    cases = [
         replace(case, dense=True)
         if case.heads == TP1 and case.q_len == 1 and (case.batch, case.context) in dense
         else case
         for case in cases
     ]
+    return sorted(cases, key=lambda case: not (case.dense or case.aimed))
 
 
 def graph_seconds(calls: list[Callable[[], Any]]) -> float:
@@ -224,11 +236,13 @@ def captured_lengths(pool: Pool, who: Contestants) -> dict[str, Any]:
     return make_record(PARTS["total"], described, times, ours, case.work("total"), RUNS)
 
 
-def run(cases: Sequence[Case], who: Contestants) -> int:
-    """Measure, record and print; 1 if a case failed."""
+def run(cases: Sequence[Case], who: Contestants, limit: float = inf) -> int:
+    """Measure, record and print, with no new case after `limit` seconds; 1 if a case failed."""
     pools = {"bfloat16": Pool.random(POOL_PAGES)}
     table, failed = Table(TARGETS), 0
-    for case in sorted(cases, key=lambda case: case.dtype):
+    for case in cases:
+        if table.seconds() > limit:
+            break
         if case.dtype not in pools:
             pools[case.dtype] = pools["bfloat16"].fp8()
         for part in case.parts:
@@ -237,8 +251,9 @@ def run(cases: Sequence[Case], who: Contestants) -> int:
             except (AssertionError, RuntimeError) as error:
                 record = {"bench": PARTS[part], "case": case.describe(False), "error": str(error)}
                 failed += 1
+                still_usable()
             append_record(PARTS[part], record, kernels.versions())
-            table.line((case.heads, case.batch, case.context, case.q_len, part), record)
+            table.line((*case.key, part), record)
     record = captured_lengths(pools["bfloat16"], who)
     append_record(record["bench"], record, kernels.versions())
     table.line(None, record)
@@ -252,8 +267,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--peers", type=Path, help="folder of the peers' files (m3trt.bench.peers)")
     parser.add_argument("--quick", action="store_true", help="only the main cases")
+    parser.add_argument("--limit", type=float, default=inf, help="no new case after these seconds")
     args = parser.parse_args(argv)
-    return run(QUICK if args.quick else full(), Contestants.load(args.peers))
+    return run(QUICK if args.quick else full(), Contestants.load(args.peers), args.limit)
 
 
 if __name__ == "__main__":

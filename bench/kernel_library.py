@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -247,10 +248,15 @@ def graph_seconds(calls: list[Callable[[], Any]], repeats: int = 9, rounds: int 
     return float(median(times))
 
 
+@cache
+def driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return found[0] if found else None
+
+
 def gpu_record(case: dict[str, Any], seconds: float, floor: float, bound: str) -> dict[str, Any]:
     """The part of a result record that all GPU benches share; rate follows from the floor."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
     unit, ceiling = ("TB/s", READ_TBS) if bound == "bytes" else ("TFLOP/s", BF16_TFLOPS)
     return {
         "case": case,
@@ -262,7 +268,7 @@ def gpu_record(case: dict[str, Any], seconds: float, floor: float, bound: str) -
         "baselines": {},
         "runs": 9,
         "device": torch.cuda.get_device_name(),
-        "driver": driver[0] if driver else None,
+        "driver": driver(),
     }
 
 

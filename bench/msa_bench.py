@@ -83,6 +83,12 @@ def verify(who: Contestant, part: str, s: Step, ids: Tensor, tokens: Sequence[in
             steps.check_attention(out, s, token, ids)
 
 
+def still_usable() -> None:
+    """After a failure: raises what every later call would, if the GPU's context is lost."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def elapsed(call: Callable[[], Any]) -> float:
     """Seconds of one call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -99,6 +105,10 @@ class Table:
 
     targets: Mapping[Any, float]
     started: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        """Since the table began."""
+        return time.monotonic() - self.started
 
     def line(self, key: Any, record: Mapping[str, Any]) -> None:
         case = record["case"]

@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from m3trt.bench.msa_bench import (
     elapsed,
     make_call,
     make_record,
+    still_usable,
     verify,
 )
 from m3trt.bench.msa_steps import TOP_K, TP1, TP4, TP8, Heads, Pool, Step
@@ -136,30 +138,32 @@ TARGETS = {
 
 
 def full() -> list[Case]:
-    """Every case that the project's targets name, and those around them."""
+    """Every case that the project's targets name, first, and those around them."""
     cases = [
-        one(TP1, new, prefix)
-        for new in (512, 2 * K, 8 * K, 16 * K)
-        for prefix in (0, 32 * K, 64 * K, 128 * K, 512 * K, M)
+        *MAIN,
+        *(
+            one(TP1, new, prefix)
+            for new, prefix in (
+                (8 * K, 61440),
+                (338, 74240),
+                (1404, 45440),
+                (10295, 75520),
+                (16 * K, 157440),
+            )
+        ),
+        *MIXED,
     ]
-    cases += [
-        one(TP1, new, prefix)
-        for new, prefix in (
-            (16 * K, 31360),
-            (338, 74240),
-            (1404, 45440),
-            (10295, 75520),
-            (16 * K, 157440),
-            (8 * K, 61440),
-        )
-    ]
-    cases += MIXED
     for heads in (TP4, TP8):
         cases += [
             one(heads, new, prefix, dense=False)
             for new, prefix in ((2 * K, 64 * K), (16 * K, 31360), (16 * K, 128 * K))
         ]
-    return cases
+    cases += [
+        one(TP1, new, prefix)
+        for new in (512, 16 * K, 8 * K, 2 * K)
+        for prefix in (0, 32 * K, 64 * K, 128 * K, 512 * K, M)
+    ]
+    return list(dict.fromkeys(cases))
 
 
 def measure(case: Case, pool: Pool, who: Contestants) -> list[dict[str, Any]]:
@@ -220,16 +224,19 @@ def dense_times(s: Step, who: Contestants) -> dict[str, float]:
     return times
 
 
-def run(cases: Sequence[Case], who: Contestants) -> int:
-    """Measure, record and print; 1 if a case failed."""
+def run(cases: Sequence[Case], who: Contestants, limit: float = inf) -> int:
+    """Measure, record and print, with no new case after `limit` seconds; 1 if a case failed."""
     pool, table, failed = Pool.random(POOL_PAGES), Table(TARGETS), 0
     for case in cases:
+        if table.seconds() > limit:
+            break
         try:
             records = measure(case, pool, who)
         except (AssertionError, RuntimeError) as error:
             failure = {"case": case.describe(""), "error": str(error)}
             records = [{"bench": PARTS[part]} | failure for part in case.parts]
             failed += 1
+            still_usable()
         for record in records:
             append_record(record["bench"], record, kernels.versions())
             part = next(part for part, bench in PARTS.items() if bench == record["bench"])
@@ -244,8 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--peers", type=Path, help="folder of the peers' files (m3trt.bench.peers)")
     parser.add_argument("--quick", action="store_true", help="only the main cases")
+    parser.add_argument("--limit", type=float, default=inf, help="no new case after these seconds")
     args = parser.parse_args(argv)
-    return run(QUICK if args.quick else full(), Contestants.load(args.peers))
+    return run(QUICK if args.quick else full(), Contestants.load(args.peers), args.limit)
 
 
 if __name__ == "__main__":

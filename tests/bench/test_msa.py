@@ -51,6 +51,8 @@ def test_cases_of_decode_are_distinct_and_cover_the_targets() -> None:
     }
     assert measured >= set(decode.TARGETS)
     assert {case.heads for case in cases} == {TP1, TP4, TP8}
+    aimed = [case.aimed or case.dense for case in cases]
+    assert aimed == sorted(aimed, reverse=True)
     assert {case.q_len for case in cases} == {1, 4}
     assert all(min(case.lengths()) >= 8192 for case in cases)
 
@@ -379,6 +381,11 @@ def test_prefill_runs_and_records(on_cpu: Path) -> None:
     total = read(on_cpu, "prefill_total")
     assert "FlashAttention-3" in total[0]["baselines"]
     assert "FlashAttention-3" not in total[1]["baselines"]
+
+
+def test_no_new_case_after_the_limit(on_cpu: Path) -> None:
+    assert prefill.run([prefill.one(TP8, 5, 300)], Contestants(Reference()), limit=-1) == 0
+    assert list(on_cpu.iterdir()) == []
 
 
 def test_a_wrong_result_is_a_record_with_an_error(on_cpu: Path) -> None:
