@@ -8,6 +8,7 @@ MODEL_DIR  ?= out/tiny
 TP         ?= 1
 OUTPUT     ?= out/engine
 BUILD_ARGS ?=
+PEERS      ?=
 # Ports of `make serve`
 HTTP_PORT  ?= 8000
 GRPC_PORT  ?= 8001
@@ -41,6 +42,7 @@ help: ## Show this list
 	  HTTP_PORT '$(HTTP_PORT)' 'ports of `serve`' \
 	  GRPC_PORT '$(GRPC_PORT)' '' METRICS_PORT '$(METRICS_PORT)' '' \
 	  JOBS '$(JOBS)' 'compilers at once' \
+	  PEERS '$(PEERS)' 'folder of vLLM and SGLang files that `bench` times too' \
 	  PYTHON '$(PYTHON)' 'interpreter of the environments, 3.11 to 3.13' \
 	  TORCH_PIP '$(TORCH_PIP)' 'pip options for PyTorch in the test environment'
 
@@ -125,6 +127,8 @@ bench: .venv/test/.done plugins ## Times on this machine's GPU, a record a case 
 	$(TEST) -m m3trt.bench.gemm --model_config $(REAL_CONFIG)
 	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) slice
 	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) rank
+	$(TEST) -m m3trt.bench.decode $(addprefix --peers ,$(PEERS))
+	$(TEST) -m m3trt.bench.prefill $(addprefix --peers ,$(PEERS))
 
 lint: .venv/test/.done ## ruff, mypy --strict, clang-format
 	.venv/test/bin/ruff check .

@@ -6,12 +6,16 @@ For benches and direct kernel tests on a machine with a GPU, torch and nvcc.
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -53,24 +57,29 @@ def load(library: Path = LIBRARY) -> ctypes.CDLL:
 
 
 def compile_library(library: Path, sources: Sequence[Path]) -> ctypes.CDLL:
-    """A library, compiled for this GPU when a source is newer.
+    """A library, all its sources compiled at once for this GPU when one is newer.
 
     Raises:
         FileNotFoundError: it must be compiled and there is no nvcc.
         subprocess.CalledProcessError: nvcc failed.
     """
     newest = max(path.stat().st_mtime for path in [*sources, *KERNELS.glob("*.*h")])
-    if not library.exists() or library.stat().st_mtime < newest:
-        nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-        major, minor = torch.cuda.get_device_capability()
-        name = f"{major}{minor}" + ("a" if major >= 9 else "")
-        library.parent.mkdir(exist_ok=True)
-        subprocess.run(
-            [nvcc, "-std=c++17", "-shared", "-Xcompiler=-fPIC", f"-I{ROOT / 'plugins'}"]
-            + [f"-gencode=arch=compute_{name},code=sm_{name}", "--threads=0", "-o", str(library)]
-            + [str(source) for source in sources],
-            check=True,
-        )
+    if library.exists() and library.stat().st_mtime >= newest:
+        return ctypes.CDLL(str(library))
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    major, minor = torch.cuda.get_device_capability()
+    name = f"{major}{minor}" + ("a" if major >= 9 else "")
+    flags = ["-std=c++17", "-Xcompiler=-fPIC", f"-I{ROOT / 'plugins'}"]
+    flags += [f"-gencode=arch=compute_{name},code=sm_{name}"]
+    library.parent.mkdir(exist_ok=True)
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
+        calls = [
+            [nvcc, *flags, "-c", str(source), "-o", output]
+            for source, output in zip(sources, objects, strict=True)
+        ]
+        list(pool.map(lambda call: subprocess.run(call, check=True), calls))
+        subprocess.run([nvcc, *flags, "-shared", "-o", str(library), *objects], check=True)
     return ctypes.CDLL(str(library))
 
 
@@ -107,6 +116,7 @@ class Batch:
         max_pages: int = 0,
         padded_rows: int = 0,
         seed: int = 0,
+        device: str = "cuda",
     ) -> Batch:
         """Decode rows of these lengths; context chunks of `new` tokens when that is given."""
         counts = [q_len] * len(lengths) if new is None else new
@@ -125,9 +135,9 @@ class Batch:
         offsets[len(lengths) + 1 :] = sum(counts)
         padded = torch.tensor([*lengths, *[0] * padded_rows], dtype=torch.int32)
         return cls(
-            offsets.cuda(),
-            padded.cuda(),
-            table.cuda(),
+            offsets.to(device),
+            padded.to(device),
+            table.to(device),
             sum(counts) + padded_rows * q_len,
             len(lengths) + padded_rows if new is None else 0,
             q_len if new is None else 1,
@@ -246,10 +256,15 @@ def graph_seconds(calls: list[Callable[[], Any]], repeats: int = 9, rounds: int 
     return float(median(times))
 
 
+@cache
+def driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return found[0] if found else None
+
+
 def gpu_record(case: dict[str, Any], seconds: float, floor: float, bound: str) -> dict[str, Any]:
     """The part of a result record that all GPU benches share; rate follows from the floor."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
     unit, ceiling = ("TB/s", READ_TBS) if bound == "bytes" else ("TFLOP/s", BF16_TFLOPS)
     return {
         "case": case,
@@ -261,7 +276,7 @@ def gpu_record(case: dict[str, Any], seconds: float, floor: float, bound: str) -
         "baselines": {},
         "runs": 9,
         "device": torch.cuda.get_device_name(),
-        "driver": driver[0] if driver else None,
+        "driver": driver(),
     }
 
 

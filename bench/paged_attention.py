@@ -1,10 +1,9 @@
-"""Times the attention kernels on one GPU: dense decode and prefill, decode of selected blocks.
+"""Times the dense attention kernels on one GPU: decode and prefill.
 
 python -m m3trt.bench.paged_attention
 
 bf16, random data on shuffled pages, buffers rotated past the L2 cache, graph replay, median. Every
-result is first compared with fp32 attention. Appends to results/paged_attention.jsonl and
-results/decode_attention.jsonl.
+result is first compared with fp32 attention. Appends to results/paged_attention.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 from m3trt.bench import kernel_library as kernels
 from m3trt.bench.kernel_library import BF16_TFLOPS, BLOCK, HEAD, READ_TBS, Batch
 
-TOP_K = 16
 ROTATED_BYTES = 300e6
 DENSE_DECODE = (
     # batch, context, query heads, KV heads, query tokens
@@ -30,16 +28,6 @@ DENSE_DECODE = (
     (8, 131072, 16, 1, 1),
     (8, 131072, 8, 1, 1),
     (8, 131072, 64, 4, 4),
-)
-SPARSE_DECODE = tuple(
-    (batch, 131072, heads, kv_heads, q_len)
-    for heads, kv_heads, q_len, batches in (
-        (64, 4, 1, (1, 8, 32, 128)),
-        (16, 1, 1, (1, 8, 32, 128)),
-        (8, 1, 1, (1, 8, 32, 128)),
-        (64, 4, 4, (8, 32)),
-    )
-    for batch in batches
 )
 PREFILL = ((8192, 0), (16384, 0), (16384, 31744))
 
@@ -52,14 +40,7 @@ def queries(batch: Batch, heads: int) -> torch.Tensor:
     return torch.randn(batch.num_tokens, heads, HEAD, device="cuda", dtype=torch.bfloat16)
 
 
-def check(
-    out: torch.Tensor,
-    batch: Batch,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    token: int,
-    ids: torch.Tensor | None = None,
-) -> None:
+def check(out: torch.Tensor, batch: Batch, q: torch.Tensor, kv: torch.Tensor, token: int) -> None:
     """One token of the last request against fp32 attention.
 
     Raises:
@@ -67,57 +48,37 @@ def check(
     """
     request = len(batch.sequence_length) - 1
     length = int(batch.sequence_length[request]) - (batch.num_tokens - 1 - token)
+    pages = batch.table[request, : -(-length // BLOCK)].long()
     groups = q.shape[1] // kv.shape[3]
     for head in range(kv.shape[3]):
-        count = -(-length // BLOCK)
-        blocks = torch.arange(count, device="cuda") if ids is None else ids[head, token].long()
-        own = kv[batch.table[request, blocks].long(), :, :, head].float()
-        keys, values = (own[:, half].reshape(-1, HEAD) for half in range(2))
-        keep = len(keys) - (count * BLOCK - length)
+        own = kv[pages, :, :, head].float()
+        keys, values = (own[:, half].reshape(-1, HEAD)[:length] for half in range(2))
         rows = slice(head * groups, (head + 1) * groups)
-        weights = torch.softmax(q[token, rows].float() @ keys[:keep].T * HEAD**-0.5, dim=-1)
-        want = weights @ values[:keep]
+        weights = torch.softmax(q[token, rows].float() @ keys.T * HEAD**-0.5, dim=-1)
+        want = weights @ values
         got = out[token].view(-1, HEAD)[rows].float()
         error = ((got - want).norm() / want.norm()).item()
         assert error < 0.01, f"token {token}, KV head {head}: relative error {error}"
 
 
 def decode_case(
-    library: ctypes.CDLL,
-    selected: bool,
-    size: int,
-    context: int,
-    heads: int,
-    kv_heads: int,
-    q_len: int,
+    library: ctypes.CDLL, size: int, context: int, heads: int, kv_heads: int, q_len: int
 ) -> None:
-    keys = TOP_K * BLOCK * q_len if selected else context
-    read = size * keys * 2 * kv_heads * HEAD * 2
+    read = size * context * 2 * kv_heads * HEAD * 2
     copies = max(1, min(64, int(ROTATED_BYTES // read) + 1))
-    shared = pool(min(60_000, size * context // BLOCK), kv_heads) if selected else None
     calls: list[Callable[[], Any]] = []
     for i in range(copies):
         batch = Batch.make([context] * size, q_len=q_len, seed=i)
-        kv, ids = shared, None
-        if kv is None:
-            kv = pool(batch.num_pages, kv_heads)
-        else:
-            batch.table = torch.randint(len(kv), batch.table.shape, device="cuda").int()
-            own = context // BLOCK - 1
-            score = torch.rand(kv_heads, batch.num_tokens, own, device="cuda")
-            score[..., -1] = 0  # the block before the own one is never chosen
-            chosen = score.topk(TOP_K - 1).indices.sort().values
-            ids = torch.nn.functional.pad(chosen, (0, 1), value=own).int().contiguous()
-        q = queries(batch, heads)
-        call = kernels.decode(library, batch, q, kv, ids)
+        kv, q = pool(batch.num_pages, kv_heads), queries(batch, heads)
+        call = kernels.decode(library, batch, q, kv)
         if i == 0:
-            check(call(), batch, q, kv, batch.num_tokens - 1, ids)
+            check(call(), batch, q, kv, batch.num_tokens - 1)
         calls.append(call)
     seconds = kernels.graph_seconds(calls, rounds=4 if read > 5e9 else max(1, 8 // copies))
     case = {"batch": size, "context": context, "q_heads": heads, "kv_heads": kv_heads}
     case |= {"q_len": q_len, "dtype": "bfloat16", "phase": "decode"}  # type: ignore[dict-item]
     record = kernels.gpu_record(case, seconds, read / (READ_TBS * 1e12), "bytes")
-    kernels.report("decode_attention" if selected else "paged_attention", record)
+    kernels.report("paged_attention", record)
 
 
 def sdpa_seconds(new: int, heads: int) -> dict[str, float]:
@@ -168,10 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for prefill in PREFILL:
         prefill_case(library, *prefill)
         torch.cuda.empty_cache()
-    for decode in SPARSE_DECODE:
-        decode_case(library, True, *decode)
     for decode in DENSE_DECODE:
-        decode_case(library, False, *decode)
+        decode_case(library, *decode)
         torch.cuda.empty_cache()
     return 0
 

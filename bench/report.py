@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from m3trt.bench import msa_report
 from m3trt.bench.records import RESULTS
 
 Record = dict[str, Any]
@@ -21,17 +22,20 @@ BEGIN, END = "<!-- speed: written by m3trt.bench.report -->\n", "<!-- speed: end
 SECTIONS = {
     "moe": "Mixture of experts, one layer",
     "paged_attention": "Dense paged attention, one layer",
-    "decode_attention": "Sparse decode attention, 16 blocks a row, one layer",
     "cache_update": "Norm, rotation and cache write, one layer",
     "slice": "Whole steps, as recorded with the plain kernels of every op but Gemm",
 }
-"""Benches with a table, in order; `gemm` has a sentence instead."""
+"""Benches with a table, in order; `gemm` has a sentence instead, msa_report the MSA ones."""
+MSA = (*msa_report.DECODE, *msa_report.PREFILL, "fp8_effect")
 
 
 def load(bench: str, results: Path = RESULTS) -> list[Record]:
     """The newest record of every case, in the order in which the cases first appear."""
     newest: dict[str, Record] = {}
-    for line in (results / f"{bench}.jsonl").read_text(encoding="utf-8").splitlines():
+    path = results / f"{bench}.jsonl"
+    if not path.exists():
+        return []
+    for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         newest[json.dumps(record["case"], sort_keys=True)] = record
     return list(newest.values())
@@ -99,7 +103,8 @@ def gemm_sentence(records: Sequence[Record]) -> str:
 def section(results: Path = RESULTS) -> str:
     """All of the text between the README's markers."""
     parts = [table(title, _steps(load(bench, results))) for bench, title in SECTIONS.items()]
-    return "\n".join([gemm_sentence(load("gemm", results)), *parts])
+    msa = msa_report.sections({bench: load(bench, results) for bench in MSA}, results)
+    return "\n".join([gemm_sentence(load("gemm", results)), *msa, *parts])
 
 
 def _steps(records: list[Record]) -> list[Record]:

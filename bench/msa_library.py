@@ -1,0 +1,102 @@
+"""Our MSA kernels as a contestant of the benches."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from m3trt.bench import kernel_library as kernels
+from m3trt.bench import select_library
+from m3trt.bench.kernel_library import KERNELS, ROOT, pointer, stream
+from m3trt.bench.msa_steps import TOP_K, Step
+from torch import Tensor
+
+INVERT_LIBRARY = ROOT / "out" / "invert_kernels.so"
+INVERT_SOURCES = (ROOT / "bench" / "invert_kernels.cu", KERNELS / "smxx_invert_blocks.cu")
+
+
+def unit_scale(cache: Tensor) -> Tensor | None:
+    """Of an e4m3 cache whose values are of order 1."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return None
+    return torch.ones(1, device=cache.device)
+
+
+class CInvertStep(ctypes.Structure):
+    """`InvertStep` of invert_kernels.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cu_query_lens", "sequence_length", "table")),
+        *((name, ctypes.c_int32) for name in ("num_requests", "num_tokens", "max_pages")),
+        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "top_k")),
+    ]
+
+
+class Ours:
+    """The fast paths; `wgmma` picks them for prefill."""
+
+    name = "ours"
+
+    def __init__(self, wgmma: bool = True) -> None:
+        self.attention, self.selection = kernels.load(), select_library.load()
+        self.inversion = kernels.compile_library(INVERT_LIBRARY, INVERT_SOURCES)
+        self.wgmma = wgmma
+
+    def retune(self) -> None:
+        """Nothing is tuned at run time."""
+
+    def select(self, s: Step, index_scale: Tensor | None = None, **_: Any) -> Callable[[], Tensor]:
+        wgmma = self.wgmma and s.index_cache.dtype == torch.bfloat16
+        kernel = f"{'sm90' if wgmma else 'smxx'}_prefill_select"
+        kernel = "decode_select" if s.decoding else kernel
+        scale = unit_scale(s.index_cache) if index_scale is None else index_scale
+        return select_library.select(
+            self.selection, kernel, s.batch, s.index_q, s.index_cache, scale
+        )
+
+    def attend(
+        self, s: Step, kv_scale: Tensor | None = None, **_: Any
+    ) -> Callable[[Tensor], Tensor]:
+        made: dict[int, Callable[[], Tensor]] = {}
+        scale = unit_scale(s.kv_cache) if kv_scale is None else kv_scale
+
+        def call(ids: Tensor) -> Tensor:
+            key = ids.data_ptr()
+            if key not in made:
+                arguments = (self.attention, s.batch, s.q, s.kv_cache, ids)
+                if s.decoding:
+                    made[key] = kernels.decode(*arguments, scale)
+                else:
+                    wgmma = self.wgmma and s.kv_cache.dtype == torch.bfloat16
+                    made[key] = kernels.sparse_prefill(*arguments, wgmma, kv_scale=scale)
+            return made[key]()
+
+        return call
+
+    def invert(self, s: Step, ids: Tensor) -> Callable[[], None]:
+        """The queries of each block, the first part of `attend`."""
+        batch = s.batch
+        step = CInvertStep(
+            *(batch.cu_query_lens.data_ptr(), batch.sequence_length.data_ptr()),
+            *(batch.table.data_ptr(), len(s.counts), len(s.q), batch.table.shape[1]),
+            *(s.q.shape[1], s.kv_heads, TOP_K),
+        )
+        size = self.inversion.m3_bench_invert_workspace
+        size.restype = ctypes.c_int64
+        workspace = torch.empty(size(ctypes.byref(step)), dtype=torch.uint8, device="cuda")
+
+        def call() -> None:
+            assert batch.num_tokens == len(s.q)  # and the batch lives as long as the call
+            arguments = (pointer(ids), pointer(workspace), stream())
+            kernels.check(self.inversion.m3_bench_invert(ctypes.byref(step), *arguments))
+
+        return call
+
+    def dense(self, s: Step) -> Callable[[], Tensor]:
+        """Attention over all earlier tokens."""
+        if s.decoding:
+            scale = unit_scale(s.kv_cache)
+            return kernels.decode(self.attention, s.batch, s.q, s.kv_cache, None, scale)
+        return kernels.prefill(self.attention, s.batch, s.q, s.kv_cache, self.wgmma)

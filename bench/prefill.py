@@ -1,0 +1,260 @@
+"""Times MSA prefill on one GPU: index scoring and selection, inversion, block-major attention.
+
+    python -m m3trt.bench.prefill [--peers FOLDER] [--quick]
+
+Random caches on shuffled pages; selections at random and as trained models make them; graph replay,
+median. Several tokens of every result are first compared with fp32. Appends to
+results/prefill_index_select.jsonl, prefill_invert.jsonl, prefill_attention.jsonl and
+prefill_total.jsonl. With FOLDER (see m3trt.bench.peers) the kernels of vLLM, SGLang and
+FlashAttention run beside ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from m3trt.bench import kernel_library as kernels
+from m3trt.bench import msa_steps as steps
+from m3trt.bench.kernel_library import BLOCK, HEAD
+from m3trt.bench.msa_bench import (
+    Contestants,
+    Table,
+    Work,
+    elapsed,
+    make_call,
+    make_record,
+    still_usable,
+    verify,
+)
+from m3trt.bench.msa_steps import TOP_K, TP1, TP4, TP8, Heads, Pool, Step
+from m3trt.bench.records import append_record
+
+POOL_PAGES = 16_640  # 1 M tokens and two chunks
+K, M = 1024, 1 << 20
+PARTS = {
+    "select": "prefill_index_select",
+    "invert": "prefill_invert",
+    "attend": "prefill_attention",
+    "total": "prefill_total",
+}
+SELECTIONS = {"random": steps.random_blocks, "clustered": steps.realistic_blocks}
+RUNS, LONG = 3, 20e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Chunks of `new` tokens on prefixes."""
+
+    heads: Heads
+    new: tuple[int, ...]
+    prefix: tuple[int, ...]
+    parts: tuple[str, ...] = ("select", "invert", "attend", "total")
+    dense: bool = True
+
+    @property
+    def lengths(self) -> list[int]:
+        return [a + b for a, b in zip(self.new, self.prefix, strict=True)]
+
+    def work(self, part: str) -> Work:
+        """Index keys, queries, chosen blocks, output once; the products of what is visible."""
+        tokens, keys = sum(self.new), sum(self.lengths)
+        scores = attended = 0.0
+        for new, prefix in zip(self.new, self.prefix, strict=True):
+            position = torch.arange(prefix, prefix + new, dtype=torch.float64)
+            earlier = torch.div(position, BLOCK, rounding_mode="floor").clamp(max=TOP_K - 1)
+            scores += float((position + 1).sum())
+            attended += float((earlier * BLOCK + position % BLOCK + 1).sum())
+        lists = tokens * self.heads.kv * TOP_K * 4
+        heads, read = self.heads, 2 * HEAD  # bytes of one head's row
+        chosen = min(keys, tokens * TOP_K * BLOCK)
+        works = {
+            "select": Work(
+                read * (keys + tokens * heads.index) + lists, 2 * HEAD * heads.index * scores
+            ),
+            "attend": Work(
+                read * 2 * (chosen * heads.kv + tokens * heads.q), 4 * HEAD * heads.q * attended
+            ),
+            "invert": Work(2 * lists),
+        }
+        return works[part] if part != "total" else works["select"] + works["attend"]
+
+    def describe(self, selection: str) -> dict[str, Any]:
+        """`case` of the record."""
+        one = len(self.new) == 1
+        return {
+            "new": self.new[0] if one else str(list(self.new)),
+            "prefix": self.prefix[0] if one else str(list(self.prefix)),
+            "q_heads": self.heads.q,
+            "kv_heads": self.heads.kv,
+            "index_heads": self.heads.index,
+            "dtype": "bfloat16",
+            **({"selection": selection} if selection else {}),
+        }
+
+
+def one(heads: Heads, new: int, prefix: int, **more: Any) -> Case:
+    return Case(heads, (new,), (prefix,), **more)
+
+
+MIXED = (
+    Case(TP1, (332, 2980, 12928), (116864, 108032, 9984)),
+    Case(TP1, (345, 803, 1874), (11264, 11648, 10624)),
+)
+MAIN = (
+    *(one(TP1, new, prefix) for new, prefix in ((8 * K, 0), (16 * K, 31360), (16 * K, 128 * K))),
+    one(TP1, 512, M),
+)
+QUICK = (*MAIN, one(TP1, 8 * K, 61440), one(TP4, 2 * K, 64 * K), MIXED[0])
+
+MS = 1e-3
+TARGETS = {
+    (TP1, (512,), (M,), "select"): 1.4 * MS,
+    **{
+        (TP1, (new,), (prefix,), "total"): t * MS
+        for new, prefix, t in (
+            (8 * K, 0, 1.55),
+            (16 * K, 31360, 4.6),
+            (16 * K, 128 * K, 7.9),
+            (8 * K, 61440, 3.0),
+        )
+    },
+    **{
+        (TP4, (new,), (prefix,), "total"): t * MS
+        for new, prefix, t in (
+            (2 * K, 64 * K, 0.27),
+            (16 * K, 31360, 1.15),
+            (16 * K, 128 * K, 1.95),
+        )
+    },
+}
+"""Seconds that our kernels should reach: heads, new tokens, prefix, part."""
+
+
+def full() -> list[Case]:
+    """Every case that the project's targets name, first, and those around them."""
+    cases = [
+        *MAIN,
+        *(
+            one(TP1, new, prefix)
+            for new, prefix in (
+                (8 * K, 61440),
+                (338, 74240),
+                (1404, 45440),
+                (10295, 75520),
+                (16 * K, 157440),
+            )
+        ),
+        *MIXED,
+    ]
+    for heads in (TP4, TP8):
+        cases += [
+            one(heads, new, prefix, dense=False)
+            for new, prefix in ((2 * K, 64 * K), (16 * K, 31360), (16 * K, 128 * K))
+        ]
+    cases += [
+        one(TP1, new, prefix)
+        for new in (512, 16 * K, 8 * K, 2 * K)
+        for prefix in (0, 32 * K, 64 * K, 128 * K, 512 * K, M)
+    ]
+    return list(dict.fromkeys(cases))
+
+
+def measure(case: Case, pool: Pool, who: Contestants) -> list[dict[str, Any]]:
+    """The records of a case."""
+    s = pool.step(case.heads, case.lengths, list(case.new))
+    chosen = {name: choose(s, case.heads.kv) for name, choose in SELECTIONS.items()}
+    tokens = [0, len(s.q) // 2, len(s.q) - 1]
+    rows = [
+        (part, selection)
+        for part in case.parts
+        for selection in (chosen if part in ("attend", "invert") else ("",))
+    ]
+    times: dict[tuple[str, str], dict[str, float]] = {row: {} for row in rows}
+    for contestant in who.of("bfloat16"):
+        contestant.retune()
+        for part, selection in rows:
+            ids = chosen[selection or "random"]
+            if part != "invert":
+                verify(contestant, part, s, ids, tokens)
+                call = make_call(contestant, part, s, ids)
+            elif contestant is who.ours:
+                call = contestant.invert(s, ids)
+            else:
+                continue
+            times[part, selection][contestant.name] = seconds(call)
+    if case.dense and "total" in case.parts:
+        times["total", ""] |= dense_times(s, who)
+    ours = who.ours.name if who.ours else ""
+    return [
+        make_record(
+            PARTS[part],
+            case.describe(selection),
+            times[part, selection],
+            ours,
+            case.work(part),
+            RUNS,
+        )
+        for part, selection in rows
+    ]
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Of a graph's replays; of one call where that takes long."""
+    once = elapsed(call)
+    if once > 10 * LONG:
+        return once
+    return elapsed(call) if once > LONG else kernels.graph_seconds([call], repeats=RUNS)
+
+
+def dense_times(s: Step, who: Contestants) -> dict[str, float]:
+    """Causal attention over all earlier tokens: FlashAttention-3 and our own dense kernel."""
+    times = {}
+    for name, contestant in (("our dense kernel", who.ours), ("FlashAttention-3", who.fa3)):
+        if contestant:
+            call = contestant.dense(s)
+            steps.check_attention(call(), s, len(s.q) - 1)
+            times[name] = seconds(call)
+    return times
+
+
+def run(cases: Sequence[Case], who: Contestants, limit: float = inf) -> int:
+    """Measure, record and print, with no new case after `limit` seconds; 1 if a case failed."""
+    pool, table, failed = Pool.random(POOL_PAGES), Table(TARGETS), 0
+    for case in cases:
+        if table.seconds() > limit:
+            break
+        try:
+            records = measure(case, pool, who)
+        except (AssertionError, RuntimeError) as error:
+            failure = {"case": case.describe(""), "error": str(error)}
+            records = [{"bench": PARTS[part]} | failure for part in case.parts]
+            failed += 1
+            still_usable()
+        for record in records:
+            append_record(record["bench"], record, kernels.versions())
+            part = next(part for part, bench in PARTS.items() if bench == record["bench"])
+            table.line((case.heads, case.new, case.prefix, part), record)
+    return int(failed > 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, record and print every case."""
+    parser = argparse.ArgumentParser(
+        prog="python -m m3trt.bench.prefill", description="Time MSA's prefill kernels."
+    )
+    parser.add_argument("--peers", type=Path, help="folder of the peers' files (m3trt.bench.peers)")
+    parser.add_argument("--quick", action="store_true", help="only the main cases")
+    parser.add_argument("--limit", type=float, default=inf, help="no new case after these seconds")
+    args = parser.parse_args(argv)
+    return run(QUICK if args.quick else full(), Contestants.load(args.peers), args.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
