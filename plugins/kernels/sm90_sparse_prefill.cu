@@ -1,0 +1,434 @@
+#include <cstdint>
+
+#include "kernels/programmatic_launch.cuh"
+#include "kernels/sm90_attention_mma.cuh"
+#include "kernels/sparse_prefill_items.cuh"
+#include "kernels/tensor_map.h"
+
+// Thread blocks share the tiles of 64 query rows of a round equally, in the order of the KV blocks,
+// and keep a KV block while they go through its tiles. Two warpgroups take the tiles in turn.
+namespace m3::kernels {
+namespace {
+
+constexpr int WARPGROUP = 128;
+constexpr int CONSUMERS = 2;
+constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int WARPS = 4;  // of a warpgroup
+constexpr int ROWS = kSparseTileRows;
+constexpr int KEYS = kBlockSize;
+constexpr int KV_STAGES = 2;
+constexpr int Q_STAGES = 3;          // of each consumer
+constexpr int HALF_KV = KEYS * 128;  // bytes of the first or last 64 channels of a KV block
+constexpr int KV_BYTES = 2 * HALF_KV;
+constexpr int EIGHT_ROWS = 8 * kHeadSize * 2;  // of queries: both halves, one behind the other
+constexpr int Q_BYTES = ROWS / 8 * EIGHT_ROWS;
+constexpr int MAX_QUERIES = ROWS / 8;  // of a tile
+
+struct TileInfo {
+  int32_t query[MAX_QUERIES];  // place among the round's pairs; -1: none
+  int32_t limit[MAX_QUERIES];  // keys of the block that it sees
+  int32_t item;                // of the thread block
+  int32_t last;                // whether the consumer has no further tile of the item
+  int64_t first_pair;          // of the item's head
+};
+
+struct __align__(1024) Shared {
+  uint8_t k[KV_STAGES][KV_BYTES];
+  uint8_t v[KV_STAGES][KV_BYTES];
+  uint8_t q[CONSUMERS][Q_STAGES][Q_BYTES];
+  TileInfo info[CONSUMERS][Q_STAGES];
+  uint64_t k_full[KV_STAGES], k_empty[KV_STAGES];
+  uint64_t v_full[KV_STAGES], v_empty[KV_STAGES];
+  uint64_t v_landed;  // values that must be cleared before the consumers may see them
+  uint64_t q_full[CONSUMERS][Q_STAGES], q_empty[CONSUMERS][Q_STAGES];
+};
+static_assert(sizeof(Shared) <= 227 * 1024, "a multiprocessor's shared memory");
+
+struct Sizes {
+  int32_t group;          // query heads of a KV head
+  int32_t tile_queries;   // ROWS / group
+  int32_t num_row_units;  // eights of query rows of a token
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+constexpr int kTurn = 1;  // named barriers, one a consumer; 0 is __syncthreads
+
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Slots behind the sequence may hold NaN, and 0 * NaN would reach the sum.
+__device__ void clear_values(uint8_t* values, int first_key) {
+  auto* const v = reinterpret_cast<uint4*>(values);
+  constexpr int CHUNKS = 128 / 16;  // of a row of 64 channels; the swizzle stays within it
+  for (int i = threadIdx.x % 32; i < (KEYS - first_key) * CHUNKS; i += 32) {
+    v[first_key * CHUNKS + i] = make_uint4(0, 0, 0, 0);
+    v[HALF_KV / 16 + first_key * CHUNKS + i] = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_async_proxy();
+  __syncwarp();
+}
+
+// One warp: brings keys and values of the items, and the queries of their tiles.
+__device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& r,
+                        CUtensorMap const& q_map, CUtensorMap const& kv_map, Sizes const& sizes,
+                        Shared& shared) {
+  int const lane = threadIdx.x % 32;
+  TileShare const share = tile_share(p, r);
+  if (share.begin >= share.end) return;
+  Ring<KV_STAGES> kv;
+  uint32_t landed_parity = 0;
+  int32_t index = find_item(p, r, share.begin), ordinal = 0;
+  KvItem item = r.blocks.items[index];
+  int32_t tile = share.begin;
+  // What the lane's query of a tile is; `nth` counts within the item.
+  auto const query_of = [&](int32_t first_query, int32_t num_queries, int32_t nth) {
+    int32_t const i = nth * sizes.tile_queries + lane;
+    return lane < sizes.tile_queries && i < num_queries ? r.blocks.queries[first_query + i] : -1;
+  };
+  int32_t query = query_of(item.first_query, item.num_queries, tile - item.first_tile);
+  while (tile < share.end) {
+    int32_t const tiles = (item.num_queries + sizes.tile_queries - 1) / sizes.tile_queries;
+    int32_t const end = min(share.end, item.first_tile + tiles);
+    KvItem next = item;
+    if (end < share.end) next = r.blocks.items[index + 1];
+    bool const one_consumer = end - tile == 1;  // the other never sees the item
+    int const s = kv.stage;
+    uint32_t const k_full = ptx::shared_address(&shared.k_full[s]);
+    uint32_t const v_full = ptx::shared_address(&shared.v_full[s]);
+    uint32_t const k_empty = ptx::shared_address(&shared.k_empty[s]);
+    uint32_t const v_empty = ptx::shared_address(&shared.v_empty[s]);
+    uint32_t const v_landed = ptx::shared_address(&shared.v_landed);
+    bool const partial = item.visible < KEYS;
+    ptx::barrier_wait(k_empty, kv.parity ^ 1);
+    if (one_consumer && lane < WARPS) ptx::barrier_arrive(k_empty);
+    if (lane == 0) {
+      ptx::barrier_expect(k_full, KV_BYTES);
+      for (int half = 0; half < 2; ++half) {
+        sm90::load_tile(ptx::shared_address(shared.k[s]) + half * HALF_KV, &kv_map, k_full,
+                        half * 64, item.head, 0, 2 * item.page);
+      }
+    }
+    ptx::barrier_wait(v_empty, kv.parity ^ 1);
+    if (one_consumer && lane < WARPS) ptx::barrier_arrive(v_empty);
+    if (lane == 0) {
+      uint32_t const barrier = partial ? v_landed : v_full;
+      ptx::barrier_expect(barrier, KV_BYTES);
+      for (int half = 0; half < 2; ++half) {
+        sm90::load_tile(ptx::shared_address(shared.v[s]) + half * HALF_KV, &kv_map, barrier,
+                        half * 64, item.head, 0, 2 * item.page + 1);
+      }
+    }
+    if (partial) {
+      ptx::barrier_wait(v_landed, landed_parity);
+      landed_parity ^= 1;
+      clear_values(shared.v[s], item.visible);
+      if (lane == 0) ptx::barrier_arrive(v_full);
+    }
+    kv.next();
+
+    for (; tile < end; ++tile) {
+      int32_t next_query = -1;
+      if (tile + 1 < end) {
+        next_query = query_of(item.first_query, item.num_queries, tile + 1 - item.first_tile);
+      } else if (end < share.end) {
+        next_query = query_of(next.first_query, next.num_queries, 0);
+      }
+      int const c = (tile - share.begin) % CONSUMERS, turn = (tile - share.begin) / CONSUMERS;
+      int const stage = turn % Q_STAGES;
+      uint32_t const q_full = ptx::shared_address(&shared.q_full[c][stage]);
+      ptx::barrier_wait(ptx::shared_address(&shared.q_empty[c][stage]), ~(turn / Q_STAGES) & 1);
+      TileInfo& info = shared.info[c][stage];
+      int32_t const token = r.first_token + query / p.top_k;
+      if (lane < MAX_QUERIES) {
+        info.query[lane] = query;
+        info.limit[lane] = query < 0 ? KEYS : min(KEYS, item.limit + token);
+      }
+      if (lane == 0) {
+        info.item = ordinal;
+        info.last = tile + CONSUMERS >= end;
+        info.first_pair = first_pair_of_head(p, r, item.head);
+      }
+      int const count = __popc(__ballot_sync(~0u, query >= 0));
+      __syncwarp();  // the tile's description is written
+      if (lane == 0) ptx::barrier_expect(q_full, count * sizes.num_row_units * EIGHT_ROWS);
+      __syncwarp();
+      if (query >= 0) {
+        int32_t const unit = token * (p.num_heads / 8) + item.head * sizes.num_row_units;
+        sm90::load_tile(ptx::shared_address(shared.q[c][stage]) +
+                            lane * sizes.num_row_units * EIGHT_ROWS,
+                        &q_map, q_full, 0, 0, 0, unit);
+      }
+      query = next_query;
+    }
+    item = next;
+    ++index;
+    ++ordinal;
+  }
+}
+
+// What the softmax leaves for the end of a tile: the lane's two rows.
+struct RowSums {
+  float maximum[2], sum[2];
+};
+
+// Scores become weights. `limit`: keys that the lane's rows see.
+__device__ void weigh(float (&s)[64], RowSums& rows, float scale_log2, int const (&limit)[2]) {
+  if (__any_sync(~0u, min(limit[0], limit[1]) < KEYS)) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= limit[i / 2 % 2]) s[i] = -INFINITY;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float largest = s[2 * h];
+#pragma unroll
+    for (int i = 1; i < 32; ++i) largest = fmaxf(largest, s[i / 2 * 4 + 2 * h + i % 2]);
+    rows.maximum[h] = row_max(largest) * scale_log2;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      float& x = s[i / 2 * 4 + 2 * h + i % 2];
+      x = exp2_of(fmaf(x, scale_log2, -rows.maximum[h]));
+      sum += x;
+    }
+    rows.sum[h] = sum;
+  }
+}
+
+__device__ void pack(uint32_t (&weights)[32], float const (&s)[64]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) weights[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+}
+
+__device__ void multiply_keys(uint32_t q, uint32_t k, float (&s)[64]) {
+#pragma unroll
+  for (int step = 0; step < kHeadSize / 16; ++step) {
+    sm90::multiply_rows(
+        s, sm90::row_descriptor(q + step / 4 * (EIGHT_ROWS / 2) + step % 4 * 32, EIGHT_ROWS),
+        sm90::row_descriptor(k + step / 4 * HALF_KV + step % 4 * 32), step > 0);
+  }
+}
+
+__device__ void multiply_values(uint32_t v, float (&out)[64], uint32_t const (&weights)[32]) {
+#pragma unroll
+  for (int step = 0; step < KEYS / 16; ++step) {
+    sm90::multiply_columns(out, weights + 4 * step,
+                           sm90::column_descriptor(v + step * 16 * 128, HALF_KV), step > 0);
+  }
+}
+
+// A tile of the consumer, as one of its lanes sees it.
+struct Tile {
+  int32_t query[2];  // of the lane's two rows
+  int limit[2];
+  int32_t item;
+  bool last;
+  int64_t first_pair;
+};
+
+__device__ void store(SparsePrefillRound const& r, Sizes const& sizes, Tile const& tile,
+                      RowSums const& rows, float const (&out)[64]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float const sum = row_sum(rows.sum[h]);
+    if (tile.query[h] < 0) continue;
+    // Of 16 heads, the second eight are the second rows of the same query.
+    int const unit = sizes.num_row_units == 2 ? h : 0;
+    store_partial(r, sizes.group, tile.first_pair + tile.query[h], unit, h, out, __frcp_rn(sum),
+                  rows.maximum[h] + log2_of(sum));
+  }
+}
+
+// A warpgroup. The two take turns, so that one's softmax runs under the other's products; within
+// each, the next tile's scores are computed together with this tile's sum.
+__device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& r,
+                        Sizes const& sizes, Shared& shared) {
+  int const self = threadIdx.x / WARPGROUP - 1;
+  int const warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
+  TileShare const share = tile_share(p, r);
+  int const count = (share.end - share.begin + CONSUMERS - 1 - self) / CONSUMERS;
+  if (self == 1) sm90::arrive_threads(kTurn, CONSUMERS * WARPGROUP);  // the first group begins
+  if (count <= 0) return;
+  float const scale_log2 = p.softmax_scale * 1.44269504088896341f;
+  Ring<Q_STAGES> queries;
+  float s[64], out[64];
+  uint32_t weights[32];
+  RowSums rows;
+
+  auto const wait_tile = [&] {
+    ptx::barrier_wait(ptx::shared_address(&shared.q_full[self][queries.stage]), queries.parity);
+    TileInfo const& info = shared.info[self][queries.stage];
+    Tile tile;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int const q = sizes.num_row_units == 2 ? warp : 2 * warp + h;
+      tile.query[h] = info.query[q];
+      tile.limit[h] = info.limit[q];
+    }
+    tile.item = info.item;
+    tile.last = info.last != 0;
+    tile.first_pair = info.first_pair;
+    ptx::barrier_wait(ptx::shared_address(&shared.k_full[tile.item % KV_STAGES]),
+                      tile.item / KV_STAGES % 2);
+    return tile;
+  };
+  auto const wait_values = [&](Tile const& tile) {
+    ptx::barrier_wait(ptx::shared_address(&shared.v_full[tile.item % KV_STAGES]),
+                      tile.item / KV_STAGES % 2);
+  };
+  auto const arrive = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&barrier));
+  };
+  auto const score = [&](Tile const& tile) {
+    multiply_keys(ptx::shared_address(shared.q[self][queries.stage]),
+                  ptx::shared_address(shared.k[tile.item % KV_STAGES]), s);
+    sm90::commit();
+  };
+  auto const free_scored = [&](Tile const& tile) {
+    arrive(shared.q_empty[self][queries.stage]);
+    queries.next();
+    if (tile.last) arrive(shared.k_empty[tile.item % KV_STAGES]);
+  };
+  auto const sum = [&](Tile const& tile) {
+    multiply_values(ptx::shared_address(shared.v[tile.item % KV_STAGES]), out, weights);
+    sm90::commit();
+  };
+
+  Tile tile = wait_tile();
+  sm90::fence();
+  score(tile);
+  sm90::wait<0>();
+  sm90::pin(s);
+  free_scored(tile);
+  weigh(s, rows, scale_log2, tile.limit);
+  pack(weights, s);
+  for (int i = 1; i < count; ++i) {
+    Tile const next = wait_tile();
+    wait_values(tile);
+    sm90::sync_threads(kTurn + self, CONSUMERS * WARPGROUP);
+    sm90::fence();
+    score(next);
+    sum(tile);
+    sm90::arrive_threads(kTurn + 1 - self, CONSUMERS * WARPGROUP);
+    sm90::wait<1>();
+    sm90::pin(s);
+    free_scored(next);
+    RowSums next_rows;
+    weigh(s, next_rows, scale_log2, next.limit);
+    sm90::wait<0>();
+    sm90::pin(out);
+    if (tile.last) arrive(shared.v_empty[tile.item % KV_STAGES]);
+    pack(weights, s);
+    store(r, sizes, tile, rows, out);
+    tile = next;
+    rows = next_rows;
+  }
+  wait_values(tile);
+  sm90::fence();
+  sum(tile);
+  sm90::wait<0>();
+  sm90::pin(out);
+  if (tile.last) arrive(shared.v_empty[tile.item % KV_STAGES]);
+  store(r, sizes, tile, rows, out);
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+// Grid: a block for each multiprocessor.
+__global__ void __launch_bounds__(THREADS, 1)
+    sparse_prefill_kernel(__grid_constant__ SparsePrefillParams const p,
+                          __grid_constant__ SparsePrefillRound const round,
+                          __grid_constant__ CUtensorMap const q_map,
+                          __grid_constant__ CUtensorMap const kv_map,
+                          __grid_constant__ Sizes const sizes) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<Shared*>(memory);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < KV_STAGES; ++s) {
+      ptx::barrier_init(ptx::shared_address(&shared.k_full[s]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.v_full[s]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.k_empty[s]), CONSUMERS * WARPS);
+      ptx::barrier_init(ptx::shared_address(&shared.v_empty[s]), CONSUMERS * WARPS);
+    }
+    ptx::barrier_init(ptx::shared_address(&shared.v_landed), 1);
+    for (int c = 0; c < CONSUMERS; ++c) {
+      for (int s = 0; s < Q_STAGES; ++s) {
+        ptx::barrier_init(ptx::shared_address(&shared.q_full[c][s]), 1);
+        ptx::barrier_init(ptx::shared_address(&shared.q_empty[c][s]), WARPS);
+      }
+    }
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+  wait_for_previous_kernel();
+  if (threadIdx.x < WARPGROUP) {
+    ptx::registers_down<24>();
+    if (threadIdx.x < 32) produce(p, round, q_map, kv_map, sizes, shared);
+  } else {
+    ptx::registers_up<240>();
+    consume(p, round, sizes, shared);
+  }
+#endif
+}
+
+cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round,
+                   cudaStream_t stream) {
+  auto const heads = static_cast<cuuint64_t>(p.num_heads);
+  int32_t const group = p.num_heads / p.num_kv_heads;
+  Sizes const sizes{group, ROWS / group, group / 8};
+  // A box is all channels of a token's heads of one KV head: eight rows of the first 64 channels,
+  // the same rows of the others, then the next eight rows.
+  CUtensorMap q_map, kv_map;
+  cuuint64_t const q_dims[] = {64, 8, 2, heads / 8 * p.tokens.num_tokens};
+  cuuint64_t const q_strides[] = {kHeadSize * 2, 128, EIGHT_ROWS};
+  cuuint32_t const q_box[] = {64, 8, 2, static_cast<cuuint32_t>(sizes.num_row_units)};
+  cudaError_t status = encode_tensor_map(q_map, p.q, 4, q_dims, q_box, q_strides);
+  if (status != cudaSuccess) return status;
+  cuuint64_t const kv_dims[] = {kHeadSize, static_cast<cuuint64_t>(p.num_kv_heads), kBlockSize,
+                                2 * static_cast<cuuint64_t>(p.num_pages)};
+  cuuint32_t const kv_box[] = {64, 1, KEYS, 1};
+  status = encode_tensor_map(kv_map, p.kv_cache, 4, kv_dims, kv_box);
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(sparse_prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                sizeof(Shared));
+  if (status != cudaSuccess) return status;
+  int device = 0, processors = 0;
+  status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  return launch_behind(sparse_prefill_kernel, processors, THREADS, sizeof(Shared), stream, p, round,
+                       q_map, kv_map, sizes);
+}
+
+}  // namespace
+
+bool has_sm90_sparse_prefill() {
+  int device = 0, major = 0, minor = 0;
+  cudaFuncAttributes compiled;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+         major == 9 && minor == 0 &&
+         cudaFuncGetAttributes(&compiled, sparse_prefill_kernel) == cudaSuccess &&
+         compiled.ptxVersion == 90;
+}
+
+cudaError_t launch_sm90_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
+                                       void* workspace, cudaStream_t stream) {
+  if (p.kv_scale != nullptr) return cudaErrorInvalidValue;
+  return run_sparse_prefill(p, rounds, workspace, stream, attend);
+}
+
+}  // namespace m3::kernels
