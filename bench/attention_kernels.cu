@@ -63,19 +63,13 @@ int m3_bench_prefill(Step const* s, void const* q, void const* kv_cache, int32_t
   return wgmma ? launch_sm90_paged_prefill(p, stream) : launch_smxx_paged_prefill(p, stream);
 }
 
+int64_t m3_bench_sparse_prefill_workspace(Step const* s, int32_t top_k) {
+  return static_cast<int64_t>(sparse_prefill_workspace(s->num_tokens, s->num_heads, s->num_kv_heads,
+                                                       s->num_requests - s->num_decode,
+                                                       s->max_pages, top_k));
+}
+
 // Rounds of 0 tokens: the kernels' own choice.
-static SparsePrefillRounds rounds_of(Step const& s, int32_t top_k, int32_t tokens, int32_t heads) {
-  if (tokens > 0) return {tokens, heads};
-  return sparse_prefill_rounds(s.num_tokens, s.num_heads, s.num_kv_heads, top_k);
-}
-
-int64_t m3_bench_sparse_prefill_workspace(Step const* s, int32_t top_k, int32_t round_tokens,
-                                          int32_t round_heads) {
-  return static_cast<int64_t>(sparse_prefill_workspace(
-      rounds_of(*s, top_k, round_tokens, round_heads), s->num_heads, s->num_kv_heads,
-      s->num_requests - s->num_decode, s->max_pages, top_k));
-}
-
 int m3_bench_sparse_prefill(Step const* s, void const* q, void const* kv_cache,
                             float const* kv_scale, int32_t const* block_ids, int32_t num_pages,
                             int32_t top_k, int32_t round_tokens, int32_t round_heads, int wgmma,
@@ -94,7 +88,10 @@ int m3_bench_sparse_prefill(Step const* s, void const* q, void const* kv_cache,
   p.num_tokens = s->num_tokens - s->num_decode * s->q_len;
   p.top_k = top_k;
   p.softmax_scale = s->softmax_scale;
-  SparsePrefillRounds const rounds = rounds_of(*s, top_k, round_tokens, round_heads);
+  SparsePrefillRounds rounds{round_tokens, round_heads};
+  if (round_tokens == 0) {
+    rounds = sparse_prefill_rounds(p.num_tokens, p.num_heads, p.num_kv_heads, top_k);
+  }
   return wgmma ? launch_sm90_sparse_prefill(p, rounds, workspace, stream)
                : launch_smxx_sparse_prefill(p, rounds, workspace, stream);
 }

@@ -115,25 +115,26 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
                         half * 64, item.head, 0, 2 * item.page);
       }
     }
-    ptx::barrier_wait(v_empty, kv.parity ^ 1);
-    if (one_consumer && lane < WARPS) ptx::barrier_arrive(v_empty);
-    if (lane == 0) {
-      uint32_t const barrier = partial ? v_landed : v_full;
-      ptx::barrier_expect(barrier, KV_BYTES);
-      for (int half = 0; half < 2; ++half) {
-        sm90::load_tile(ptx::shared_address(shared.v[s]) + half * HALF_KV, &kv_map, barrier,
-                        half * 64, item.head, 0, 2 * item.page + 1);
+    auto const load_values = [&] {
+      ptx::barrier_wait(v_empty, kv.parity ^ 1);
+      if (one_consumer && lane < WARPS) ptx::barrier_arrive(v_empty);
+      if (lane == 0) {
+        uint32_t const barrier = partial ? v_landed : v_full;
+        ptx::barrier_expect(barrier, KV_BYTES);
+        for (int half = 0; half < 2; ++half) {
+          sm90::load_tile(ptx::shared_address(shared.v[s]) + half * HALF_KV, &kv_map, barrier,
+                          half * 64, item.head, 0, 2 * item.page + 1);
+        }
       }
-    }
-    if (partial) {
-      ptx::barrier_wait(v_landed, landed_parity);
-      landed_parity ^= 1;
-      clear_values(shared.v[s], item.visible);
-      if (lane == 0) ptx::barrier_arrive(v_full);
-    }
-    kv.next();
+      if (partial) {
+        ptx::barrier_wait(v_landed, landed_parity);
+        landed_parity ^= 1;
+        clear_values(shared.v[s], item.visible);
+        if (lane == 0) ptx::barrier_arrive(v_full);
+      }
+    };
 
-    for (; tile < end; ++tile) {
+    for (int32_t const first = tile; tile < end; ++tile) {
       int32_t next_query = -1;
       if (tile + 1 < end) {
         next_query = query_of(item.first_query, item.num_queries, tile + 1 - item.first_tile);
@@ -161,12 +162,15 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
       __syncwarp();
       if (query >= 0) {
         int32_t const unit = token * (p.num_heads / 8) + item.head * sizes.num_row_units;
-        sm90::load_tile(ptx::shared_address(shared.q[c][stage]) +
-                            lane * sizes.num_row_units * EIGHT_ROWS,
-                        &q_map, q_full, 0, 0, 0, unit);
+        sm90::load_tile(
+            ptx::shared_address(shared.q[c][stage]) + lane * sizes.num_row_units * EIGHT_ROWS,
+            &q_map, q_full, 0, 0, 0, unit);
       }
       query = next_query;
+      // Only now: a consumer may need this tile to finish the block whose place the values take.
+      if (tile == first) load_values();
     }
+    kv.next();
     item = next;
     ++index;
     ++ordinal;
@@ -209,21 +213,27 @@ __device__ void pack(uint32_t (&weights)[32], float const (&s)[64]) {
   for (int i = 0; i < 32; ++i) weights[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 
+// Descriptors hold addresses in units of 16 bytes, so bytes are added as that.
 __device__ void multiply_keys(uint32_t q, uint32_t k, float (&s)[64]) {
+  uint64_t const a = sm90::row_descriptor(q, EIGHT_ROWS), b = sm90::row_descriptor(k);
 #pragma unroll
   for (int step = 0; step < kHeadSize / 16; ++step) {
-    sm90::multiply_rows(
-        s, sm90::row_descriptor(q + step / 4 * (EIGHT_ROWS / 2) + step % 4 * 32, EIGHT_ROWS),
-        sm90::row_descriptor(k + step / 4 * HALF_KV + step % 4 * 32), step > 0);
+    sm90::multiply_rows(s, a + (step / 4 * (EIGHT_ROWS / 2) + step % 4 * 32) / 16,
+                        b + (step / 4 * HALF_KV + step % 4 * 32) / 16, step > 0);
   }
 }
 
 __device__ void multiply_values(uint32_t v, float (&out)[64], uint32_t const (&weights)[32]) {
+  uint64_t const b = sm90::column_descriptor(v, HALF_KV);
 #pragma unroll
   for (int step = 0; step < KEYS / 16; ++step) {
-    sm90::multiply_columns(out, weights + 4 * step,
-                           sm90::column_descriptor(v + step * 16 * 128, HALF_KV), step > 0);
+    sm90::multiply_columns(out, weights + 4 * step, b + step * 16 * 128 / 16, step > 0);
   }
+}
+
+// The same value in every lane, in a register of the warp.
+__device__ int uniform(int x) {
+  return __shfl_sync(~0u, x, 0);
 }
 
 // A tile of the consumer, as one of its lanes sees it.
@@ -243,7 +253,7 @@ __device__ void store(SparsePrefillRound const& r, Sizes const& sizes, Tile cons
     if (tile.query[h] < 0) continue;
     // Of 16 heads, the second eight are the second rows of the same query.
     int const unit = sizes.num_row_units == 2 ? h : 0;
-    store_partial(r, sizes.group, tile.first_pair + tile.query[h], unit, h, out, __frcp_rn(sum),
+    store_partial(r, sizes.group, tile.first_pair + tile.query[h], unit, h, out, reciprocal(sum),
                   rows.maximum[h] + log2_of(sum));
   }
 }
@@ -252,7 +262,7 @@ __device__ void store(SparsePrefillRound const& r, Sizes const& sizes, Tile cons
 // each, the next tile's scores are computed together with this tile's sum.
 __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& r,
                         Sizes const& sizes, Shared& shared) {
-  int const self = threadIdx.x / WARPGROUP - 1;
+  int const self = uniform(threadIdx.x / WARPGROUP - 1);
   int const warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
   TileShare const share = tile_share(p, r);
   int const count = (share.end - share.begin + CONSUMERS - 1 - self) / CONSUMERS;
@@ -274,8 +284,8 @@ __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& 
       tile.query[h] = info.query[q];
       tile.limit[h] = info.limit[q];
     }
-    tile.item = info.item;
-    tile.last = info.last != 0;
+    tile.item = uniform(info.item);
+    tile.last = uniform(info.last) != 0;
     tile.first_pair = info.first_pair;
     ptx::barrier_wait(ptx::shared_address(&shared.k_full[tile.item % KV_STAGES]),
                       tile.item / KV_STAGES % 2);
@@ -325,6 +335,8 @@ __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& 
     free_scored(next);
     RowSums next_rows;
     weigh(s, next_rows, scale_log2, next.limit);
+    // Never taken: without a branch on its results the assembler moves the softmax behind the wait.
+    if (next_rows.sum[0] < 0.f || next_rows.sum[1] < 0.f) ptx::barrier_arrive(0);
     sm90::wait<0>();
     sm90::pin(out);
     if (tile.last) arrive(shared.v_empty[tile.item % KV_STAGES]);
@@ -333,6 +345,9 @@ __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& 
     tile = next;
     rows = next_rows;
   }
+  // No later tile has shown that the values before these have landed, which the parity assumes.
+  ptx::barrier_wait(ptx::shared_address(&shared.v_full[tile.item % KV_STAGES]),
+                    tile.item / KV_STAGES % 2 ^ 1);
   wait_values(tile);
   sm90::fence();
   sum(tile);
@@ -393,7 +408,8 @@ cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round
   cuuint64_t const q_dims[] = {64, 8, 2, heads / 8 * p.tokens.num_tokens};
   cuuint64_t const q_strides[] = {kHeadSize * 2, 128, EIGHT_ROWS};
   cuuint32_t const q_box[] = {64, 8, 2, static_cast<cuuint32_t>(sizes.num_row_units)};
-  cudaError_t status = encode_tensor_map(q_map, p.q, 4, q_dims, q_box, q_strides);
+  cudaError_t status =
+      encode_tensor_map(q_map, p.q, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, q_dims, q_strides, q_box);
   if (status != cudaSuccess) return status;
   cuuint64_t const kv_dims[] = {kHeadSize, static_cast<cuuint64_t>(p.num_kv_heads), kBlockSize,
                                 2 * static_cast<cuuint64_t>(p.num_pages)};

@@ -1,10 +1,9 @@
-#include "kernels/smxx_invert_blocks.h"
-
 #include <algorithm>
 
 #include "kernels/numeric.cuh"
 #include "kernels/packed_tokens.cuh"
 #include "kernels/programmatic_launch.cuh"
+#include "kernels/smxx_invert_blocks.h"
 
 // Three kernels, each over all KV heads. (1) Tiles of up to 128 tokens of one request mark in
 // shared memory which of them chose a block: a mask of 128 bits for each block, which gives a
@@ -17,9 +16,9 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int TILE_TOKENS = 128;
-constexpr int GROUP = 32;             // blocks
-constexpr int MASKED_BLOCKS = 4096;   // that a tile marks at once: 64 KB
-constexpr int MAX_TOKENS = 1 << 16;   // counts are 16 bits wide
+constexpr int GROUP = 32;            // blocks
+constexpr int MASKED_BLOCKS = 4096;  // that a tile marks at once: 64 KB
+constexpr int MAX_TOKENS = 1 << 16;  // counts are 16 bits wide
 constexpr size_t ALIGNMENT = 256;
 
 __host__ __device__ int32_t num_slots(int32_t num_tokens, int32_t num_requests) {
@@ -142,17 +141,15 @@ __global__ void __launch_bounds__(THREADS)
       int rank = 0;
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        uint32_t const before = w < token / 32   ? ~0u
-                                : w > token / 32 ? 0u
-                                                 : (1u << token % 32) - 1;
+        uint32_t const before = w < token / 32 ? ~0u : w > token / 32 ? 0u : (1u << token % 32) - 1;
         rank += __popc(words[w] & before);
       }
       ranks[i] = static_cast<uint8_t>(rank);
     }
     for (int i = threadIdx.x; i < here; i += THREADS) {
       uint4 const mask = masks[i];
-      counts[base + i] = static_cast<uint16_t>(__popc(mask.x) + __popc(mask.y) + __popc(mask.z) +
-                                               __popc(mask.w));
+      counts[base + i] =
+          static_cast<uint16_t>(__popc(mask.x) + __popc(mask.y) + __popc(mask.z) + __popc(mask.w));
     }
     __syncthreads();
   }
@@ -248,8 +245,7 @@ __global__ void __launch_bounds__(THREADS)
         int32_t const other = __shfl_up_sync(~0u, inclusive, offset);
         if (lane >= offset) inclusive += other;
       }
-      b.blocks[int64_t{g} * GROUP + lane] =
-          make_int2(total, page < 0 ? -1 : inclusive - total);
+      b.blocks[int64_t{g} * GROUP + lane] = make_int2(total, page < 0 ? -1 : inclusive - total);
       int32_t const attention_tiles = __reduce_add_sync(~0u, tiles_of(p, total));
       int32_t const items = __popc(__ballot_sync(~0u, total > 0));
       if (lane == 31) b.starts[g] = {inclusive, attention_tiles, items, 0};

@@ -43,7 +43,7 @@ struct GroupStart {  // what lies before a group of 32 neighbouring blocks of a 
 
 // In device memory. Items are ordered by head, request and block; queries of an item by token.
 struct InvertedBlocks {
-  int32_t* queries;      // (token - first_token) * top_k + place of the block in the token's list
+  int32_t* queries;  // (token - first_token) * top_k + place of the block in the token's list
   KvItem* items;
   GroupStart* starts;    // [Hkv * groups + 1]; those of head h begin at h * groups
   int32_t* first_group;  // [num_requests + 1] within a head; the last entry is `groups`

@@ -1,9 +1,8 @@
-#include "kernels/smxx_merge_partials.h"
-
 #include <cuda_bf16.h>
 
 #include "kernels/mma_sync.cuh"
 #include "kernels/programmatic_launch.cuh"
+#include "kernels/smxx_merge_partials.h"
 
 namespace m3::kernels {
 namespace {
@@ -110,8 +109,7 @@ __global__ void __launch_bounds__(THREADS, 2) merge_kernel(MergeParams const p) 
 }  // namespace
 
 cudaError_t launch_merge_partials(MergeParams const& p, cudaStream_t stream) {
-  int64_t const warps =
-      int64_t{p.num_tokens} * p.num_kv_heads * (p.group / kUnitHeads) * QUARTERS;
+  int64_t const warps = int64_t{p.num_tokens} * p.num_kv_heads * (p.group / kUnitHeads) * QUARTERS;
   if (warps == 0) return cudaSuccess;
   auto const grid = static_cast<uint32_t>((warps * 32 + THREADS - 1) / THREADS);
   return launch_behind(merge_kernel, grid, THREADS, 0, stream, p);

@@ -14,9 +14,10 @@ constexpr int kUnitBytes = kUnitHeads * kHeadSize * 2;
 
 struct MergeParams {
   PackedTokens tokens;
-  void const* partials;  // bf16 units [heads, num_tokens, top_k, group / 8], each softmax-normalised
-  float const* lse;      // [heads, num_tokens, top_k, group] base 2; -inf: the partial is not read
-  void* out;             // bf16 [N, Hq * D]
+  void const*
+      partials;      // bf16 units [heads, num_tokens, top_k, group / 8], each softmax-normalised
+  float const* lse;  // [heads, num_tokens, top_k, group] base 2; -inf: the partial is not read
+  void* out;         // bf16 [N, Hq * D]
   int32_t num_requests;  // context requests; tokens behind theirs are padding
   int32_t first_token;
   int32_t num_tokens;

@@ -14,11 +14,11 @@ using Bf16 = __nv_bfloat16;
 
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int M = 2;                      // row fragments of a warp
-constexpr int ROWS = 16 * M;              // of a warp
+constexpr int M = 2;          // row fragments of a warp
+constexpr int ROWS = 16 * M;  // of a warp
 constexpr int HALVES = kSparseTileRows / ROWS;
-constexpr int KEYS = 64;                  // scored at once
-constexpr int CHUNKS = kHeadSize / 8;     // of 16 bytes, of a bf16 row
+constexpr int KEYS = 64;               // scored at once
+constexpr int CHUNKS = kHeadSize / 8;  // of 16 bytes, of a bf16 row
 constexpr int ROW_UNITS = ROWS / kUnitHeads;
 static_assert(HALVES == 2, "a warp takes half a tile");
 
@@ -199,9 +199,8 @@ __device__ void add_values(Shared const& shared, int first_key, State& state, Sc
   }
 }
 
-__device__ void store(SparsePrefillParams const& p, SparsePrefillRound const& r,
-                      KvItem const& item, int units, HalfTile const& half, State const& state,
-                      float value_scale) {
+__device__ void store(SparsePrefillParams const& p, SparsePrefillRound const& r, KvItem const& item,
+                      int units, HalfTile const& half, State const& state, float value_scale) {
   int64_t const first_pair = first_pair_of_head(p, r, item.head);
 #pragma unroll
   for (int m = 0; m < M; ++m) {
@@ -211,7 +210,7 @@ __device__ void store(SparsePrefillParams const& p, SparsePrefillRound const& r,
       int32_t const query = __shfl_sync(~0u, half.query, 2 * m + h);
       if (query < 0) continue;
       store_partial(r, units * kUnitHeads, first_pair + query, (2 * m + h) % units, h,
-                    state.out[m][0], value_scale / sum,
+                    state.out[m][0], value_scale * reciprocal(sum),
                     state.maximum[m][h] + log2_of(sum));
     }
   }
@@ -290,8 +289,8 @@ template <class C>
 cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round,
                    cudaStream_t stream) {
   auto* const kernel = sparse_prefill_kernel<C>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            sizeof(Shared));
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (status != cudaSuccess) return status;
   int device = 0, processors = 0, blocks = 0;
   status = cudaGetDevice(&device);

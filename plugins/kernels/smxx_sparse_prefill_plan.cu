@@ -32,14 +32,15 @@ SparsePrefillRounds sparse_prefill_rounds(int32_t num_tokens, int32_t num_heads,
   return {tokens, static_cast<int32_t>(std::min<int64_t>(num_kv_heads, fitting / tokens))};
 }
 
-size_t sparse_prefill_workspace(SparsePrefillRounds rounds, int32_t num_heads, int32_t num_kv_heads,
+size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t num_kv_heads,
                                 int32_t num_requests, int32_t max_pages, int32_t top_k) {
-  char* memory = nullptr;
-  place_inverted_blocks(memory, rounds.tokens, num_kv_heads, num_requests, max_pages, top_k);
   int32_t const group = num_heads / num_kv_heads;
+  int32_t const tokens = sparse_prefill_rounds(num_tokens, num_heads, num_kv_heads, top_k).tokens;
+  char* memory = nullptr;
+  place_inverted_blocks(memory, tokens, num_kv_heads, num_requests, max_pages, top_k);
   return reinterpret_cast<uintptr_t>(memory) + 2 * ALIGNMENT +
-         int64_t{num_heads} * rounds.tokens * top_k * sizeof(float) +
-         partial_bytes(rounds.tokens, rounds.heads, group, top_k);
+         int64_t{num_heads} * tokens * top_k * sizeof(float) +
+         std::min(PARTIAL_BYTES, partial_bytes(num_tokens, num_kv_heads, group, top_k));
 }
 
 cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,

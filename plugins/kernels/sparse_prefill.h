@@ -37,10 +37,12 @@ struct SparsePrefillRounds {
 bool takes_sparse_prefill(int32_t num_heads, int32_t num_kv_heads, int32_t num_requests,
                           int32_t top_k);
 
-// Rounds that keep the partial results within about 1.1 GB, and the bytes that they need.
+// Rounds that keep the partial results within about 1.1 GB.
 SparsePrefillRounds sparse_prefill_rounds(int32_t num_tokens, int32_t num_heads,
                                           int32_t num_kv_heads, int32_t top_k);
-size_t sparse_prefill_workspace(SparsePrefillRounds rounds, int32_t num_heads, int32_t num_kv_heads,
+
+// Bytes for up to so many tokens, requests and pages of a request, in rounds that are no larger.
+size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t num_kv_heads,
                                 int32_t num_requests, int32_t max_pages, int32_t top_k);
 
 // With mma.sync and cp.async.

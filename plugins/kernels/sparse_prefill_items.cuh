@@ -53,6 +53,12 @@ __device__ inline float log2_of(float x) {
   return y;
 }
 
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Writes one of a lane's two rows, h, of a fragment [16, 128] as partial result: `out` is not yet
 // divided by `sum`, which the lane has for the whole row. `unit`: the pair's eight heads.
 __device__ inline void store_partial(SparsePrefillRound const& r, int group, int64_t pair, int unit,

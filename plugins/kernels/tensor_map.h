@@ -8,12 +8,12 @@
 
 namespace m3::kernels {
 
-// Describes a bf16 tensor of up to 4 `dims`, the innermost first, to TMA: boxes with a 128-byte
-// swizzle (box[0] is 64), zeros outside. `strides`: bytes, of all dims but the innermost; null for
-// a contiguous tensor. The driver's encoder is found at the first call.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* data, int rank,
-                                     cuuint64_t const* dims, cuuint32_t const* box,
-                                     cuuint64_t const* strides = nullptr) {
+// Describes a tensor of up to 4 `dims`, the innermost first and without gaps, to TMA: boxes with a
+// 128-byte swizzle (box[0] is 128 bytes), zeros outside. `strides`: bytes, of all dims but the
+// innermost. The driver's encoder is found at the first call.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* data, CUtensorMapDataType type,
+                                     int rank, cuuint64_t const* dims, cuuint64_t const* strides,
+                                     cuuint32_t const* box) {
   static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
@@ -23,16 +23,21 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* data, int ran
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found ? function : nullptr);
   }();
   if (encode == nullptr) return cudaErrorNotSupported;
-  cuuint64_t contiguous[3];
-  cuuint64_t stride = 2;
-  for (int i = 0; i + 1 < rank; ++i) contiguous[i] = stride *= dims[i];
   cuuint32_t const steps[] = {1, 1, 1, 1};
   CUresult const status =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(rank),
-             const_cast<void*>(data), dims, strides == nullptr ? contiguous : strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), dims, strides, box,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// A contiguous bf16 tensor.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* data, int rank,
+                                     cuuint64_t const* dims, cuuint32_t const* box) {
+  cuuint64_t strides[3];
+  cuuint64_t stride = 2;
+  for (int i = 0; i + 1 < rank; ++i) strides[i] = stride *= dims[i];
+  return encode_tensor_map(map, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, dims, strides, box);
 }
 
 }  // namespace m3::kernels
