@@ -107,6 +107,8 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
     uint32_t const v_landed = ptx::shared_address(&shared.v_landed);
     bool const partial = item.visible < KEYS;
     ptx::barrier_wait(k_empty, kv.parity ^ 1);
+    // So that a consumer that has a tile of this item cannot take the values before for its own.
+    ptx::barrier_wait(v_full, kv.parity ^ 1);
     if (one_consumer && lane < WARPS) ptx::barrier_arrive(k_empty);
     if (lane == 0) {
       ptx::barrier_expect(k_full, KV_BYTES);
@@ -345,9 +347,6 @@ __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& 
     tile = next;
     rows = next_rows;
   }
-  // No later tile has shown that the values before these have landed, which the parity assumes.
-  ptx::barrier_wait(ptx::shared_address(&shared.v_full[tile.item % KV_STAGES]),
-                    tile.item / KV_STAGES % 2 ^ 1);
   wait_values(tile);
   sm90::fence();
   sum(tile);
