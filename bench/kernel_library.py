@@ -233,7 +233,8 @@ def sparse_prefill(
     top_k = block_ids.shape[2]
     size = library.m3_bench_sparse_prefill_workspace
     size.restype = ctypes.c_int64
-    workspace = torch.full((size(ctypes.byref(step), top_k),), 255, dtype=torch.uint8, device="cuda")
+    count = size(ctypes.byref(step), top_k)
+    workspace = torch.full((count,), 255, dtype=torch.uint8, device="cuda")
     out = torch.full((q.shape[0], q.shape[1] * HEAD), torch.nan, dtype=q.dtype, device="cuda")
 
     def call() -> torch.Tensor:
