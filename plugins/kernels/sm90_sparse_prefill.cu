@@ -1,3 +1,4 @@
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/programmatic_launch.cuh"
@@ -75,29 +76,47 @@ __device__ void clear_values(uint8_t* values, int first_key) {
   __syncwarp();
 }
 
-// One warp: brings keys and values of the items, and the queries of their tiles.
+// An item's record as a warp holds it, a word a lane.
+enum Field { kPage, kHead, kFirstQuery, kNumQueries, kFirstTile, kVisible, kLimit };
+static_assert(offsetof(KvItem, limit) == kLimit * sizeof(int32_t), "fields in their order");
+__device__ int32_t field(int32_t record, Field which) {
+  return __shfl_sync(~0u, record, which);
+}
+
+// One warp: brings keys and values of the items, and the queries of their tiles. What it reads
+// ahead lies in its lanes: 32 queries, the 32 behind them, and the records of the next two items.
 __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& r,
                         CUtensorMap const& q_map, CUtensorMap const& kv_map, Sizes const& sizes,
                         Shared& shared) {
   int const lane = threadIdx.x % 32;
   TileShare const share = tile_share(p, r);
   if (share.begin >= share.end) return;
+  int const batch_tiles = 32 / sizes.tile_queries;
+  // A record behind the last one may be anything: it is not used.
+  auto const load_record = [&](int32_t index) {
+    return lane < 8 ? reinterpret_cast<int32_t const*>(r.blocks.items + index)[lane] : 0;
+  };
+  auto const load_queries = [&](int32_t first, int32_t count, int32_t nth_tile) {
+    int32_t const i = nth_tile * sizes.tile_queries + lane;
+    return i < count ? r.blocks.queries[first + i] : -1;
+  };
   Ring<KV_STAGES> kv;
   uint32_t landed_parity = 0;
   int32_t index = find_item(p, r, share.begin), ordinal = 0;
-  KvItem item = r.blocks.items[index];
   int32_t tile = share.begin;
-  // What the lane's query of a tile is; `nth` counts within the item.
-  auto const query_of = [&](int32_t first_query, int32_t num_queries, int32_t nth) {
-    int32_t const i = nth * sizes.tile_queries + lane;
-    return lane < sizes.tile_queries && i < num_queries ? r.blocks.queries[first_query + i] : -1;
-  };
-  int32_t query = query_of(item.first_query, item.num_queries, tile - item.first_tile);
+  int32_t record = load_record(index), next_record = load_record(index + 1);
+  int32_t queries = load_queries(field(record, kFirstQuery), field(record, kNumQueries),
+                                 tile - field(record, kFirstTile));
+  int32_t tokens = 0, next_queries = -1;
+  int used = 0;  // tiles of `queries`
   while (tile < share.end) {
-    int32_t const tiles = (item.num_queries + sizes.tile_queries - 1) / sizes.tile_queries;
-    int32_t const end = min(share.end, item.first_tile + tiles);
-    KvItem next = item;
-    if (end < share.end) next = r.blocks.items[index + 1];
+    int32_t const head = field(record, kHead), page = field(record, kPage);
+    int32_t const first_tile = field(record, kFirstTile), count = field(record, kNumQueries);
+    int32_t const visible = field(record, kVisible), limit = field(record, kLimit);
+    int32_t const end =
+        min(share.end, first_tile + (count + sizes.tile_queries - 1) / sizes.tile_queries);
+    bool const ends_share = end == share.end;
+    int32_t const later_record = ends_share ? 0 : load_record(index + 2);
     bool const one_consumer = end - tile == 1;  // the other never sees the item
     int const s = kv.stage;
     uint32_t const k_full = ptx::shared_address(&shared.k_full[s]);
@@ -105,7 +124,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
     uint32_t const k_empty = ptx::shared_address(&shared.k_empty[s]);
     uint32_t const v_empty = ptx::shared_address(&shared.v_empty[s]);
     uint32_t const v_landed = ptx::shared_address(&shared.v_landed);
-    bool const partial = item.visible < KEYS;
+    bool const partial = visible < KEYS;
     ptx::barrier_wait(k_empty, kv.parity ^ 1);
     // So that a consumer that has a tile of this item cannot take the values before for its own.
     ptx::barrier_wait(v_full, kv.parity ^ 1);
@@ -114,7 +133,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
       ptx::barrier_expect(k_full, KV_BYTES);
       for (int half = 0; half < 2; ++half) {
         sm90::load_tile(ptx::shared_address(shared.k[s]) + half * HALF_KV, &kv_map, k_full,
-                        half * 64, item.head, 0, 2 * item.page);
+                        half * 64, head, 0, 2 * page);
       }
     }
     auto const load_values = [&] {
@@ -125,55 +144,66 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
         ptx::barrier_expect(barrier, KV_BYTES);
         for (int half = 0; half < 2; ++half) {
           sm90::load_tile(ptx::shared_address(shared.v[s]) + half * HALF_KV, &kv_map, barrier,
-                          half * 64, item.head, 0, 2 * item.page + 1);
+                          half * 64, head, 0, 2 * page + 1);
         }
       }
       if (partial) {
         ptx::barrier_wait(v_landed, landed_parity);
         landed_parity ^= 1;
-        clear_values(shared.v[s], item.visible);
+        clear_values(shared.v[s], visible);
         if (lane == 0) ptx::barrier_arrive(v_full);
       }
     };
 
     for (int32_t const first = tile; tile < end; ++tile) {
-      int32_t next_query = -1;
-      if (tile + 1 < end) {
-        next_query = query_of(item.first_query, item.num_queries, tile + 1 - item.first_tile);
-      } else if (end < share.end) {
-        next_query = query_of(next.first_query, next.num_queries, 0);
+      if (used == 0) {
+        tokens = r.first_token + queries / p.top_k;
+        int32_t const following = tile + batch_tiles;
+        if (following < end) {
+          next_queries = load_queries(field(record, kFirstQuery), count, following - first_tile);
+        } else if (!ends_share) {
+          next_queries =
+              load_queries(field(next_record, kFirstQuery), field(next_record, kNumQueries), 0);
+        }
+      }
+      int const from = (used * sizes.tile_queries + lane) % 32;
+      int32_t const some_query = __shfl_sync(~0u, queries, from);
+      int32_t const token = __shfl_sync(~0u, tokens, from);
+      int32_t const query = lane < sizes.tile_queries ? some_query : -1;
+      if (++used == batch_tiles || tile + 1 == end) {
+        queries = next_queries;
+        used = 0;
       }
       int const c = (tile - share.begin) % CONSUMERS, turn = (tile - share.begin) / CONSUMERS;
       int const stage = turn % Q_STAGES;
       uint32_t const q_full = ptx::shared_address(&shared.q_full[c][stage]);
       ptx::barrier_wait(ptx::shared_address(&shared.q_empty[c][stage]), ~(turn / Q_STAGES) & 1);
       TileInfo& info = shared.info[c][stage];
-      int32_t const token = r.first_token + query / p.top_k;
       if (lane < MAX_QUERIES) {
         info.query[lane] = query;
-        info.limit[lane] = query < 0 ? KEYS : min(KEYS, item.limit + token);
+        info.limit[lane] = query < 0 ? KEYS : min(KEYS, limit + token);
       }
       if (lane == 0) {
         info.item = ordinal;
         info.last = tile + CONSUMERS >= end;
-        info.first_pair = first_pair_of_head(p, r, item.head);
+        info.first_pair = first_pair_of_head(p, r, head);
       }
-      int const count = __popc(__ballot_sync(~0u, query >= 0));
+      int const present = __popc(__ballot_sync(~0u, query >= 0));
       __syncwarp();  // the tile's description is written
-      if (lane == 0) ptx::barrier_expect(q_full, count * sizes.num_row_units * EIGHT_ROWS);
+      if (lane == 0) ptx::barrier_expect(q_full, present * sizes.num_row_units * EIGHT_ROWS);
       __syncwarp();
       if (query >= 0) {
-        int32_t const unit = token * (p.num_heads / 8) + item.head * sizes.num_row_units;
+        int32_t const unit = token * (p.num_heads / 8) + head * sizes.num_row_units;
         sm90::load_tile(
             ptx::shared_address(shared.q[c][stage]) + lane * sizes.num_row_units * EIGHT_ROWS,
             &q_map, q_full, 0, 0, 0, unit);
       }
-      query = next_query;
       // Only now: a consumer may need this tile to finish the block whose place the values take.
       if (tile == first) load_values();
     }
     kv.next();
-    item = next;
+    record = next_record;
+    next_record = later_record;
     ++index;
     ++ordinal;
   }
@@ -193,21 +223,26 @@ __device__ void weigh(float (&s)[64], RowSums& rows, float scale_log2, int const
       if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= limit[i / 2 % 2]) s[i] = -INFINITY;
     }
   }
+  // Several chains of maxima and sums, since one would wait for itself.
+  float largest[2][4], sum[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    float& x = largest[i / 2 % 2][i / 4 % 4];
+    x = i % 2 == 0 && i / 4 < 4 ? s[i] : fmaxf(x, s[i]);
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float largest = s[2 * h];
-#pragma unroll
-    for (int i = 1; i < 32; ++i) largest = fmaxf(largest, s[i / 2 * 4 + 2 * h + i % 2]);
-    rows.maximum[h] = row_max(largest) * scale_log2;
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      float& x = s[i / 2 * 4 + 2 * h + i % 2];
-      x = exp2_of(fmaf(x, scale_log2, -rows.maximum[h]));
-      sum += x;
-    }
-    rows.sum[h] = sum;
+    rows.maximum[h] =
+        row_max(fmaxf(fmaxf(largest[h][0], largest[h][1]), fmaxf(largest[h][2], largest[h][3]))) *
+        scale_log2;
   }
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    s[i] = exp2_of(fmaf(s[i], scale_log2, -rows.maximum[i / 2 % 2]));
+    sum[i / 2 % 2][i % 2] += s[i];
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) rows.sum[h] = sum[h][0] + sum[h][1];
 }
 
 __device__ void pack(uint32_t (&weights)[32], float const (&s)[64]) {
@@ -387,10 +422,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   wait_for_previous_kernel();
   if (threadIdx.x < WARPGROUP) {
-    ptx::registers_down<24>();
+    ptx::registers_down<40>();
     if (threadIdx.x < 32) produce(p, round, q_map, kv_map, sizes, shared);
   } else {
-    ptx::registers_up<240>();
+    ptx::registers_up<232>();
     consume(p, round, sizes, shared);
   }
 #endif

@@ -7,15 +7,18 @@
 namespace m3::kernels {
 namespace {
 
-constexpr int THREADS = 256;
-constexpr int QUARTERS = 4;  // of a unit: a warp each
-constexpr int BATCH = 16;    // partials that a lane loads before it adds the first
+constexpr int WARPS = 4;      // of a thread block: a quarter of a unit's channels each
+constexpr int PARTIALS = 16;  // that a lane loads before it adds the first
 
-__device__ uint4 load_once(uint4 const* p) {
+// Zeros when not `valid`, without a branch, so that all loads are under way at once.
+__device__ uint4 load_once(uint4 const* p, bool valid) {
   uint4 x;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(p));
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.b32 valid, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@valid ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(p), "r"(static_cast<int>(valid)));
   return x;
 }
 
@@ -42,66 +45,66 @@ __device__ uint4 transpose_quad(uint32_t const (&x)[4]) {
   return make_uint4(y[0], y[1], y[2], y[3]);
 }
 
-// A warp: a quarter of the channels of eight heads of a token.
-__global__ void __launch_bounds__(THREADS, 2) merge_kernel(MergeParams const p) {
+// Grid: (tokens, KV heads, units). Lane l has the base-2 logarithms of head l / 4 for places l % 4
+// and every fourth one behind it. kRounds: of 16 places.
+template <int kRounds>
+__global__ void __launch_bounds__(32 * WARPS, 5) merge_kernel(MergeParams const p) {
   wait_for_previous_kernel();
-  int const lane = threadIdx.x % 32;
-  int const units = p.group / kUnitHeads;
-  int64_t const warp = (int64_t{blockIdx.x} * THREADS + threadIdx.x) / 32;
-  int const quarter = warp % QUARTERS;
-  int const unit = warp / QUARTERS % units;
-  int64_t const row = warp / (QUARTERS * units);  // head of the round * tokens + token
-  if (row >= int64_t{p.num_kv_heads} * p.num_tokens) return;
-  int32_t const token = p.first_token + static_cast<int32_t>(row % p.num_tokens);
-  bool const real = token < p.tokens.cu_query_lens[p.num_requests];
+  int const quarter = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int const unit = blockIdx.z, units = gridDim.z;
+  int64_t const row = int64_t{blockIdx.y} * p.num_tokens + blockIdx.x;
+  int32_t const token = p.first_token + static_cast<int32_t>(blockIdx.x);
+  int32_t const num_real = p.tokens.cu_query_lens[p.num_requests];
+  float const* const lse = p.lse + row * p.top_k * p.group + unit * kUnitHeads + lane / 4;
+  constexpr int PER_ROUND = PARTIALS / 4;
+  float weight[kRounds * PER_ROUND];
+#pragma unroll
+  for (int i = 0; i < kRounds * PER_ROUND; ++i) {
+    int const place = lane % 4 + 4 * i;
+    weight[i] = place < p.top_k ? lse[place * p.group] : -INFINITY;
+  }
+  float largest = -INFINITY, total = 0.f;
+#pragma unroll
+  for (float const x : weight) largest = fmaxf(largest, x);
+  largest = row_max(largest);
+#pragma unroll
+  for (float& x : weight) {
+    x = token < num_real && x > -INFINITY ? exp2f(x - largest) : 0.f;
+    total += x;
+  }
+  total = row_sum(total);
 
   float sum[8] = {};
-  if (real) {
-    float const* const lse = p.lse + row * p.top_k * p.group + unit * kUnitHeads + lane / 4;
-    float largest = -INFINITY;
-    for (int s = lane % 4; s < p.top_k; s += 4) largest = fmaxf(largest, lse[s * p.group]);
-    largest = row_max(largest);
-    float total = 0.f;
-    for (int first = 0; first < p.top_k; first += BATCH) {
-      float weight[BATCH / 4];  // of every fourth place
 #pragma unroll
-      for (int i = 0; i < BATCH / 4; ++i) {
-        int const s = first + lane % 4 + 4 * i;
-        float const x = s < p.top_k ? lse[s * p.group] : -INFINITY;
-        weight[i] = x == -INFINITY ? 0.f : exp2f(x - largest);
-        total += weight[i];
-      }
-      auto const* const partials = static_cast<uint4 const*>(p.partials) +
-                                   ((row * p.top_k + first) * units + unit) * (kUnitBytes / 16) +
-                                   quarter * 32 + lane;
-      uint4 loaded[BATCH];
+  for (int round = 0; round < kRounds; ++round) {
+    auto const* const partials =
+        static_cast<uint4 const*>(p.partials) +
+        ((row * p.top_k + round * PARTIALS) * units + unit) * (kUnitBytes / 16) + quarter * 32 +
+        lane;
+    uint4 loaded[PARTIALS];
+    float weights[PARTIALS];
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        // A warp's heads have a partial at a place all or none, up to underflow.
-        bool const some = __any_sync(~0u, lane % 4 == i % 4 && weight[i / 4] > 0.f);
-        loaded[i] = make_uint4(0, 0, 0, 0);
-        if (some) loaded[i] = load_once(partials + i * units * (kUnitBytes / 16));
-      }
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        float const w = __shfl_sync(~0u, weight[i / 4], i % 4, 4);
-        add_pair(sum[0], sum[1], loaded[i].x, w);
-        add_pair(sum[2], sum[3], loaded[i].y, w);
-        add_pair(sum[4], sum[5], loaded[i].z, w);
-        add_pair(sum[6], sum[7], loaded[i].w, w);
-      }
+    for (int i = 0; i < PARTIALS; ++i) {
+      weights[i] = __shfl_sync(~0u, weight[round * PER_ROUND + i / 4], i % 4, 4);
+      loaded[i] = load_once(partials + i * units * (kUnitBytes / 16), weights[i] > 0.f);
     }
-    total = row_sum(total);
-    float const factor = total > 0.f ? 1.f / total : 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] *= factor;
+    for (int i = 0; i < PARTIALS; ++i) {
+      add_pair(sum[0], sum[1], loaded[i].x, weights[i]);
+      add_pair(sum[2], sum[3], loaded[i].y, weights[i]);
+      add_pair(sum[4], sum[5], loaded[i].z, weights[i]);
+      add_pair(sum[6], sum[7], loaded[i].w, weights[i]);
+    }
   }
+  float const factor = total > 0.f ? 1.f / total : 0.f;
   uint32_t packed[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) packed[i] = pack_bf16(sum[2 * i], sum[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) {
+    packed[i] = pack_bf16(sum[2 * i] * factor, sum[2 * i + 1] * factor);
+  }
   int64_t const head = int64_t{token} * p.num_heads +
-                       (p.first_kv_head + row / p.num_tokens) * p.group + unit * kUnitHeads +
-                       lane / 4;
+                       (p.first_kv_head + static_cast<int>(blockIdx.y)) * p.group +
+                       unit * kUnitHeads + lane / 4;
   auto* const out = static_cast<__nv_bfloat16*>(p.out) + head * kHeadSize;
   *reinterpret_cast<uint4*>(out + quarter * 32 + lane % 4 * 8) = transpose_quad(packed);
 }
@@ -109,10 +112,11 @@ __global__ void __launch_bounds__(THREADS, 2) merge_kernel(MergeParams const p) 
 }  // namespace
 
 cudaError_t launch_merge_partials(MergeParams const& p, cudaStream_t stream) {
-  int64_t const warps = int64_t{p.num_tokens} * p.num_kv_heads * (p.group / kUnitHeads) * QUARTERS;
-  if (warps == 0) return cudaSuccess;
-  auto const grid = static_cast<uint32_t>((warps * 32 + THREADS - 1) / THREADS);
-  return launch_behind(merge_kernel, grid, THREADS, 0, stream, p);
+  if (p.num_tokens == 0) return cudaSuccess;
+  if (p.top_k > 2 * PARTIALS) return cudaErrorInvalidValue;
+  dim3 const grid(p.num_tokens, p.num_kv_heads, p.group / kUnitHeads);
+  return launch_behind(p.top_k <= PARTIALS ? merge_kernel<1> : merge_kernel<2>, grid, 32 * WARPS, 0,
+                       stream, p);
 }
 
 }  // namespace m3::kernels
