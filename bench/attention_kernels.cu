@@ -3,6 +3,7 @@
 #include "kernels/smxx_cache_update.h"
 #include "kernels/smxx_paged_attention.h"
 #include "kernels/smxx_paged_decode.h"
+#include "kernels/sparse_prefill.h"
 
 using namespace m3::kernels;
 
@@ -64,6 +65,39 @@ int m3_bench_prefill(Step const* s, void const* q, void const* kv_cache, int32_t
   p.num_tokens = s->num_tokens - s->num_decode * s->q_len;
   p.softmax_scale = s->softmax_scale;
   return wgmma ? launch_sm90_paged_prefill(p, stream) : launch_smxx_paged_prefill(p, stream);
+}
+
+int64_t m3_bench_sparse_prefill_workspace(Step const* s, int32_t top_k) {
+  return static_cast<int64_t>(sparse_prefill_workspace(s->num_tokens, s->num_heads, s->num_kv_heads,
+                                                       s->num_requests - s->num_decode,
+                                                       s->max_pages, top_k));
+}
+
+// Rounds of 0 tokens: the kernels' own choice.
+int m3_bench_sparse_prefill(Step const* s, void const* q, void const* kv_cache,
+                            float const* kv_scale, int32_t const* block_ids, int32_t num_pages,
+                            int32_t top_k, int32_t round_tokens, int32_t round_heads, int wgmma,
+                            void* out, void* workspace, cudaStream_t stream) {
+  SparsePrefillParams p{};
+  p.tokens = packed(*s);
+  p.q = q;
+  p.kv_cache = kv_cache;
+  p.kv_scale = kv_scale;
+  p.block_ids = block_ids;
+  p.out = out;
+  p.num_heads = s->num_heads;
+  p.num_kv_heads = s->num_kv_heads;
+  p.num_pages = num_pages;
+  p.num_requests = s->num_requests - s->num_decode;
+  p.num_tokens = s->num_tokens - s->num_decode * s->q_len;
+  p.top_k = top_k;
+  p.softmax_scale = s->softmax_scale;
+  SparsePrefillRounds rounds{round_tokens, round_heads};
+  if (round_tokens == 0) {
+    rounds = sparse_prefill_rounds(p.num_tokens, p.num_heads, p.num_kv_heads, top_k);
+  }
+  return wgmma ? launch_sm90_sparse_prefill(p, rounds, workspace, stream)
+               : launch_smxx_sparse_prefill(p, rounds, workspace, stream);
 }
 
 int m3_bench_cache_update(Step const* s, int32_t num_index_heads, int32_t rotary_dim,

@@ -31,6 +31,11 @@ SOURCES = (
     KERNELS / "smxx_selected_decode.cu",
     KERNELS / "smxx_paged_prefill.cu",
     KERNELS / "sm90_paged_prefill.cu",
+    KERNELS / "smxx_invert_blocks.cu",
+    KERNELS / "smxx_merge_partials.cu",
+    KERNELS / "smxx_sparse_prefill_plan.cu",
+    KERNELS / "smxx_sparse_prefill.cu",
+    KERNELS / "sm90_sparse_prefill.cu",
 )
 BLOCK, HEAD = 128, 128
 READ_TBS, COPY_TBS, BF16_TFLOPS = 4.69, 4.2, 703.0
@@ -219,6 +224,49 @@ def prefill(
                 len(kv_cache),
                 pointer(out),
                 int(wgmma),
+                stream(),
+            )
+        )
+        return out
+
+    return call
+
+
+def sparse_prefill(
+    library: ctypes.CDLL,
+    batch: Batch,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    wgmma: bool,
+    rounds: tuple[int, int] = (0, 0),
+    kv_scale: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:
+    """A call of the block-major kernels on the context rows: [N, Hq * D].
+
+    Args:
+        rounds: tokens and KV heads computed at once; 0 for the kernels' own choice.
+    """
+    step = batch.as_c(q.shape[1], kv_cache.shape[3])
+    top_k = block_ids.shape[2]
+    size = library.m3_bench_sparse_prefill_workspace
+    size.restype = ctypes.c_int64
+    count = size(ctypes.byref(step), top_k)
+    workspace = torch.full((count,), 255, dtype=torch.uint8, device="cuda")
+    out = torch.full((q.shape[0], q.shape[1] * HEAD), torch.nan, dtype=q.dtype, device="cuda")
+
+    def call() -> torch.Tensor:
+        assert batch.num_tokens == len(q)  # and the batch lives as long as the call
+        check(
+            library.m3_bench_sparse_prefill(
+                ctypes.byref(step),
+                *map(pointer, (q, kv_cache, kv_scale, block_ids)),
+                len(kv_cache),
+                top_k,
+                *rounds,
+                int(wgmma),
+                pointer(out),
+                pointer(workspace),
                 stream(),
             )
         )

@@ -11,9 +11,10 @@
 namespace m3::kernels::sm90 {
 
 // A tile of rows of 64 bf16 (128 bytes), written by TMA with its 128-byte swizzle; 1024-byte
-// aligned. K-major: the rows are M or N and 16 of K lie 32 bytes further.
-__device__ inline uint64_t row_descriptor(uint32_t address) {
-  return uint64_t{1} << 62 | uint64_t{1024 / 16} << 32 | uint64_t{1} << 16 |
+// aligned. K-major: the rows are M or N and 16 of K lie 32 bytes further. `next_rows`: bytes from
+// eight rows to the next eight.
+__device__ inline uint64_t row_descriptor(uint32_t address, uint32_t next_rows = 1024) {
+  return uint64_t{1} << 62 | uint64_t{next_rows / 16} << 32 | uint64_t{1} << 16 |
          (address & 0x3FFFF) >> 4;
 }
 // The same tile with its rows as K and its columns as N; columns from 64 on lie `next_columns`
@@ -61,12 +62,16 @@ __device__ inline void multiply_rows(float (&d)[64], uint64_t a, uint64_t b, int
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// d [64, 128] += a b with a in registers, as mma's fragments, and b by column_descriptor; K = 16.
-__device__ inline void multiply_columns(float (&d)[64], uint32_t const* a, uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " M3_D_NAMES
-               ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
-               : M3_D_ALL
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+// d [64, 128] = a b (+ d) with a in registers, as mma's fragments, and b by column_descriptor;
+// K = 16.
+__device__ inline void multiply_columns(float (&d)[64], uint32_t const* a, uint64_t b,
+                                        int accumulate = 1) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " M3_D_NAMES
+      ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+      : M3_D_ALL
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
 // d [64, 128] = a b^T (+ d) with a in registers, as mma's fragments, and b K-major; K = 16.

@@ -1,9 +1,12 @@
 #include "sparse_attention/sparse_attention_plugin.h"
 
+#include <algorithm>
+
 #include "common/creator.h"
 #include "common/paged_inputs.h"
 #include "kernels/smxx_paged_decode.h"
 #include "kernels/smxx_sparse_attention.h"
+#include "kernels/sparse_prefill.h"
 
 namespace m3 {
 
@@ -25,6 +28,27 @@ bool splits_decode(nvinfer1::DataType q, nvinfer1::DataType kv_cache, Dims const
   return q == nvinfer1::DataType::kBF16 &&
          (kv_cache == nvinfer1::DataType::kBF16 || kv_cache == nvinfer1::DataType::kFP8) &&
          block_ids.d[2] <= kernels::kMaxSelectedBlocks;
+}
+
+// Whether the block-major kernels serve the context rows; `requests` of them at most.
+bool inverts_blocks(nvinfer1::DataType q_type, Dims const& q, Dims const& kv_cache,
+                    Dims const& block_ids, int64_t requests) {
+  return q_type == nvinfer1::DataType::kBF16 &&
+         kernels::takes_sparse_prefill(static_cast<int32_t>(q.d[1]), kv_heads(kv_cache),
+                                       static_cast<int32_t>(requests),
+                                       static_cast<int32_t>(block_ids.d[2]));
+}
+
+cudaError_t launch_prefill(kernels::SparsePrefillParams const& p, void* workspace,
+                           cudaStream_t stream) {
+  kernels::SparsePrefillRounds const rounds =
+      kernels::sparse_prefill_rounds(p.num_tokens, p.num_heads, p.num_kv_heads, p.top_k);
+#ifdef M3_SM90
+  if (p.kv_scale == nullptr && kernels::has_sm90_sparse_prefill()) {
+    return kernels::launch_sm90_sparse_prefill(p, rounds, workspace, stream);
+  }
+#endif
+  return kernels::launch_smxx_sparse_prefill(p, rounds, workspace, stream);
 }
 
 }  // namespace
@@ -62,12 +86,22 @@ void SparseAttentionPlugin::check_shapes(Shapes const& shapes) const {
 }
 
 size_t SparseAttentionPlugin::workspace_bytes(Shapes const& largest) const {
-  if (!splits_decode(largest.in_types[kQ], largest.in_types[kKvCache], largest.in[kBlockIds])) {
-    return 0;
+  Dims const& q = largest.in[kQ];
+  Dims const& block_ids = largest.in[kBlockIds];
+  Dims const& table = largest.in[kPacked + 2];
+  auto const heads = static_cast<int32_t>(q.d[1]);
+  auto const num_kv_heads = static_cast<int32_t>(kv_heads(largest.in[kKvCache]));
+  size_t bytes = 0;
+  if (splits_decode(largest.in_types[kQ], largest.in_types[kKvCache], block_ids)) {
+    bytes = kernels::paged_decode_workspace(heads, num_kv_heads, 1, true);
   }
-  return kernels::paged_decode_workspace(static_cast<int32_t>(largest.in[kQ].d[1]),
-                                         static_cast<int32_t>(kv_heads(largest.in[kKvCache])), 1,
-                                         true);
+  if (inverts_blocks(largest.in_types[kQ], q, largest.in[kKvCache], block_ids, table.d[0])) {
+    bytes = std::max(bytes, kernels::sparse_prefill_workspace(
+                                static_cast<int32_t>(q.d[0]), heads, num_kv_heads,
+                                static_cast<int32_t>(table.d[0]), static_cast<int32_t>(table.d[1]),
+                                static_cast<int32_t>(block_ids.d[2])));
+  }
+  return bytes;
 }
 
 void SparseAttentionPlugin::enqueue_step(Step const& step) const {
@@ -85,8 +119,10 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   p.top_k = static_cast<int32_t>(step.in[kBlockIds].dims.d[2]);
   p.softmax_scale = attributes().softmax_scale;
   p.type = kernel_type(step.in[kQ].type);
-  if (splits_decode(step.in[kQ].type, step.in[kKvCache].type, step.in[kBlockIds].dims)) {
-    RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
+  RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
+  bool const split =
+      splits_decode(step.in[kQ].type, step.in[kKvCache].type, step.in[kBlockIds].dims);
+  if (split) {
     p.num_rows = rows.context_tokens;
     kernels::PagedDecodeParams decode{};
     decode.tokens = p.tokens;
@@ -104,7 +140,27 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
     decode.softmax_scale = p.softmax_scale;
     check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
   }
-  check_launch(kernels::launch_sparse_attention(p, step.stream), "sparse_attention");
+  if ((split || rows.num_decode == 0) &&
+      inverts_blocks(step.in[kQ].type, q, step.in[kKvCache].dims, step.in[kBlockIds].dims,
+                     rows.context_requests)) {
+    kernels::SparsePrefillParams context{};
+    context.tokens = p.tokens;
+    context.q = p.q;
+    context.kv_cache = p.kv_cache;
+    context.kv_scale = p.kv_scale;
+    context.block_ids = p.block_ids;
+    context.out = p.out;
+    context.num_heads = p.num_heads;
+    context.num_kv_heads = p.num_kv_heads;
+    context.num_pages = static_cast<int32_t>(step.in[kKvCache].dims.d[0]);
+    context.num_requests = rows.context_requests;
+    context.num_tokens = rows.context_tokens;
+    context.top_k = p.top_k;
+    context.softmax_scale = p.softmax_scale;
+    check_launch(launch_prefill(context, step.workspace, step.stream), "sparse_prefill");
+  } else {
+    check_launch(kernels::launch_sparse_attention(p, step.stream), "sparse_attention");
+  }
 }
 
 }  // namespace m3

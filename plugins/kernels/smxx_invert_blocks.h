@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "kernels/packed_tokens.h"
+
+// Turns the blocks of each query into the queries of each block.
+namespace m3::kernels {
+
+constexpr int kMaxPrefillRequests = 4096;
+constexpr int kMaxTopK = 32;
+
+struct InvertParams {
+  PackedTokens tokens;
+  int32_t const* block_ids;  // [Hkv, N, top_k]
+  int32_t num_kv_heads;
+  int32_t num_requests;  // context requests, the first ones
+  int32_t first_token;   // of the tokens whose blocks are inverted
+  int32_t num_tokens;
+  int32_t top_k;
+  int32_t tile_queries;  // queries that an attention tile takes
+  int32_t group;         // query heads of a KV head
+  float* lse;            // [Hkv, num_tokens, top_k, group]: -inf where no block is to be read
+};
+
+// A block of a KV head that at least one query chose.
+struct KvItem {
+  int32_t page;
+  int32_t head;
+  int32_t first_query;  // in InvertedBlocks::queries
+  int32_t num_queries;
+  int32_t first_tile;  // tiles of the items before this one
+  int32_t visible;     // keys that exist, at most 128
+  int32_t limit;       // + token = keys of the block at or before the token; may exceed 128
+  int32_t unused;
+};
+
+struct GroupStart {  // what lies before a group of 32 neighbouring blocks of a head
+  int32_t queries, tiles, items, unused;
+};
+
+// In device memory. Items are ordered by head, request and block; queries of an item by token.
+struct InvertedBlocks {
+  int32_t* queries;  // (token - first_token) * top_k + place of the block in the token's list
+  KvItem* items;
+  GroupStart* starts;    // [Hkv * groups + 1]; those of head h begin at h * groups
+  int32_t* first_group;  // [num_requests + 1] within a head; the last entry is `groups`
+  // What the three kernels tell each other:
+  uint16_t* counts;   // [Hkv, tiles, pitch] queries of a tile of tokens, then of those before it
+  uint8_t* ranks;     // [Hkv, num_tokens, top_k] among the queries of the tile and block
+  int2* blocks;       // [Hkv * groups * 32]: queries; queries before it in its group, -1: no page
+  uint32_t* arrived;  // thread blocks
+};
+
+// Advances `memory`, which may be null, behind the arrays; their content is undefined.
+InvertedBlocks place_inverted_blocks(char*& memory, int32_t num_tokens, int32_t num_kv_heads,
+                                     int32_t num_requests, int32_t max_pages, int32_t top_k);
+
+cudaError_t launch_invert_blocks(InvertParams const& p, InvertedBlocks const& blocks,
+                                 cudaStream_t stream);
+
+}  // namespace m3::kernels

@@ -1,0 +1,108 @@
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/sparse_prefill_plan.h"
+
+namespace m3::kernels {
+namespace {
+
+constexpr int64_t PARTIAL_BYTES = 1100000000;  // of a round, about
+constexpr int32_t MAX_ROUND_TOKENS = 16384;
+constexpr int64_t ALIGNMENT = 256;
+
+int64_t partial_bytes(int64_t tokens, int64_t heads, int32_t group, int32_t top_k) {
+  return tokens * heads * top_k * group * kHeadSize * 2;
+}
+
+}  // namespace
+
+bool takes_sparse_prefill(int32_t num_heads, int32_t num_kv_heads, int32_t num_requests,
+                          int32_t top_k) {
+  return (num_heads == 8 * num_kv_heads || num_heads == 16 * num_kv_heads) &&
+         num_requests <= kMaxPrefillRequests && top_k <= kMaxTopK;
+}
+
+SparsePrefillRounds sparse_prefill_rounds(int32_t num_tokens, int32_t num_heads,
+                                          int32_t num_kv_heads, int32_t top_k) {
+  int32_t const group = num_heads / num_kv_heads;
+  int64_t const fitting = PARTIAL_BYTES / partial_bytes(1, 1, group, top_k);
+  auto const tokens =
+      static_cast<int32_t>(std::min<int64_t>({num_tokens, MAX_ROUND_TOKENS, fitting}));
+  if (tokens == 0) return {0, num_kv_heads};
+  return {tokens, static_cast<int32_t>(std::min<int64_t>(num_kv_heads, fitting / tokens))};
+}
+
+size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t num_kv_heads,
+                                int32_t num_requests, int32_t max_pages, int32_t top_k) {
+  int32_t const group = num_heads / num_kv_heads;
+  int32_t const tokens = sparse_prefill_rounds(num_tokens, num_heads, num_kv_heads, top_k).tokens;
+  char* memory = nullptr;
+  place_inverted_blocks(memory, tokens, num_kv_heads, num_requests, max_pages, top_k);
+  return reinterpret_cast<uintptr_t>(memory) + 2 * ALIGNMENT +
+         int64_t{num_heads} * tokens * top_k * sizeof(float) +
+         std::min(PARTIAL_BYTES, partial_bytes(num_tokens, num_kv_heads, group, top_k));
+}
+
+cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
+                               void* workspace, cudaStream_t stream, LaunchSparseRound attend) {
+  if (p.num_tokens == 0) return cudaSuccess;
+  if (!takes_sparse_prefill(p.num_heads, p.num_kv_heads, p.num_requests, p.top_k)) {
+    return cudaErrorInvalidValue;
+  }
+  int32_t const group = p.num_heads / p.num_kv_heads;
+  auto* memory = static_cast<char*>(workspace);
+  SparsePrefillRound round{};
+  round.blocks = place_inverted_blocks(memory, rounds.tokens, p.num_kv_heads, p.num_requests,
+                                       p.tokens.max_pages, p.top_k);
+  auto const align = [](char* at) {
+    auto const address = reinterpret_cast<uintptr_t>(at);
+    return reinterpret_cast<char*>((address + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+  };
+  memory = align(memory);
+  auto* const lse = reinterpret_cast<float*>(memory);
+  memory = align(memory + int64_t{p.num_heads} * rounds.tokens * p.top_k * sizeof(float));
+  round.partials = memory;
+
+  for (int32_t token = 0; token < p.num_tokens; token += rounds.tokens) {
+    round.first_token = token;
+    round.num_tokens = std::min(rounds.tokens, p.num_tokens - token);
+    InvertParams invert{};
+    invert.tokens = p.tokens;
+    invert.block_ids = p.block_ids;
+    invert.num_kv_heads = p.num_kv_heads;
+    invert.num_requests = p.num_requests;
+    invert.first_token = round.first_token;
+    invert.num_tokens = round.num_tokens;
+    invert.top_k = p.top_k;
+    invert.tile_queries = kSparseTileRows / group;
+    invert.group = group;
+    invert.lse = lse;
+    cudaError_t status = launch_invert_blocks(invert, round.blocks, stream);
+    if (status != cudaSuccess) return status;
+    for (int32_t head = 0; head < p.num_kv_heads; head += rounds.heads) {
+      round.first_head = head;
+      round.num_heads = std::min(rounds.heads, p.num_kv_heads - head);
+      round.lse = lse + int64_t{head} * round.num_tokens * p.top_k * group;
+      if (p.num_requests > 0) status = attend(p, round, stream);
+      if (status != cudaSuccess) return status;
+      MergeParams merge{};
+      merge.tokens = p.tokens;
+      merge.partials = round.partials;
+      merge.lse = round.lse;
+      merge.out = p.out;
+      merge.num_requests = p.num_requests;
+      merge.first_token = round.first_token;
+      merge.num_tokens = round.num_tokens;
+      merge.num_heads = p.num_heads;
+      merge.first_kv_head = head;
+      merge.num_kv_heads = round.num_heads;
+      merge.group = group;
+      merge.top_k = p.top_k;
+      status = launch_merge_partials(merge, stream);
+      if (status != cudaSuccess) return status;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace m3::kernels

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "kernels/packed_tokens.h"
+
+// Context rows of SparseAttention, block by block: every selected KV block is loaded once and meets
+// all queries that chose it. A query's blocks give partial results, which a last pass merges.
+namespace m3::kernels {
+
+struct SparsePrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
+  PackedTokens tokens;
+  void const* q;             // bf16 [N, Hq, D]
+  void const* kv_cache;      // bf16 or e4m3 [P, 2, B, Hkv, D]
+  float const* kv_scale;     // [1] when the cache is e4m3: real = stored * scale; else null
+  int32_t const* block_ids;  // [Hkv, N, top_k] logical blocks, none twice; -1 anywhere is skipped
+  void* out;                 // bf16 [N, Hq * D]; zero for padding and rows without blocks
+  int32_t num_heads;         // Hq = Hkv times 8 or 16
+  int32_t num_kv_heads;      // Hkv
+  int32_t num_pages;         // P
+  int32_t num_requests;      // the first ones of the step, whose tokens these are:
+  int32_t num_tokens;        // the first ones of the step, padding included
+  int32_t top_k;
+  float softmax_scale;
+};
+
+// The rows are computed in rounds of so many tokens and KV heads, whose partial results exist
+// together.
+struct SparsePrefillRounds {
+  int32_t tokens;
+  int32_t heads;
+};
+
+// Whether the kernels take these shapes; `num_requests` as above.
+bool takes_sparse_prefill(int32_t num_heads, int32_t num_kv_heads, int32_t num_requests,
+                          int32_t top_k);
+
+// Rounds that keep the partial results within about 1.1 GB.
+SparsePrefillRounds sparse_prefill_rounds(int32_t num_tokens, int32_t num_heads,
+                                          int32_t num_kv_heads, int32_t top_k);
+
+// Bytes for up to so many tokens, requests and pages of a request, in rounds that are no larger.
+size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t num_kv_heads,
+                                int32_t num_requests, int32_t max_pages, int32_t top_k);
+
+// With mma.sync and cp.async.
+cudaError_t launch_smxx_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
+                                       void* workspace, cudaStream_t stream);
+
+// With wgmma and TMA, for compute capability 9.0 and a bf16 cache.
+bool has_sm90_sparse_prefill();
+cudaError_t launch_sm90_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
+                                       void* workspace, cudaStream_t stream);
+
+}  // namespace m3::kernels

@@ -1,0 +1,29 @@
+#pragma once
+
+#include "kernels/smxx_invert_blocks.h"
+#include "kernels/smxx_merge_partials.h"
+#include "kernels/sparse_prefill.h"
+
+namespace m3::kernels {
+
+// Tiles of 64 query rows: so many queries of a block, each with the query heads of a KV head.
+constexpr int kSparseTileRows = 64;
+
+// What an attention kernel computes at once: the partial results of some tokens and KV heads, as
+// MergeParams describes them.
+struct SparsePrefillRound {
+  InvertedBlocks blocks;  // of all KV heads
+  void* partials;
+  float* lse;
+  int32_t first_token, num_tokens;
+  int32_t first_head, num_heads;  // KV heads
+};
+
+using LaunchSparseRound = cudaError_t (*)(SparsePrefillParams const&, SparsePrefillRound const&,
+                                          cudaStream_t);
+
+// Inverts, attends and merges, round by round.
+cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
+                               void* workspace, cudaStream_t stream, LaunchSparseRound attend);
+
+}  // namespace m3::kernels
