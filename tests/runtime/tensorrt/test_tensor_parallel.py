@@ -48,7 +48,7 @@ class World:
         self.pages = {0: 70, 1: 50, 2: 60, 3: 80}
         self.aborted = threading.Event()
         self.cannot_load, self.fails_at = None, None
-        self.barrier = threading.Barrier(SIZE)
+        self.gathering, self.barrier = threading.Barrier(SIZE), threading.Barrier(SIZE)
 
 
 @pytest.fixture
@@ -78,6 +78,7 @@ def world(monkeypatch):
         def __init__(self, size, rank, group, plugin_library):
             assert (size, group) == (SIZE, b"group")
             world.members.append(rank)
+            world.gathering.wait(30)  # as ncclCommInitRank: no rank goes on before all have come
 
         def abort(self):
             world.aborted.set()
