@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from m3trt.bench import kernel_library as kernels
 from m3trt.bench.kernel_library import BLOCK, COPY_TBS, HEAD, Batch
+from m3trt.bench.needs import require_gpus
 
 ROTARY, THETA = 64, 5e6
 CASES = (
@@ -118,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m m3trt.bench.cache_update", description="Time the cache update."
     )
     parser.parse_args(argv)
+    require_gpus(parser)
     library = kernels.load()
     for case in CASES:
         kernels.report("cache_update", measure(library, *case))

@@ -34,6 +34,7 @@ from m3trt.bench.msa_bench import (
     verify,
 )
 from m3trt.bench.msa_steps import TOP_K, TP1, TP4, TP8, Heads, Pool, Step
+from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record
 from torch import Tensor
 
@@ -269,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="only the main cases")
     parser.add_argument("--limit", type=float, default=inf, help="no new case after these seconds")
     args = parser.parse_args(argv)
+    require_gpus(parser)
     return run(QUICK if args.quick else full(), Contestants.load(args.peers), args.limit)
 
 

@@ -27,6 +27,7 @@ from m3trt.bench import kernel_library as kernels
 from m3trt.bench.kernel_library import BLOCK, HEAD
 from m3trt.bench.msa_library import Ours
 from m3trt.bench.msa_steps import TOP_K, TP1, Pool, Step
+from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record
 from torch import Tensor
 
@@ -106,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m m3trt.bench.fp8_effect", description="Measure what e4m3 caches change."
     )
     parser.parse_args(argv)
+    require_gpus(parser)
     ours, device = Ours(), {"device": torch.cuda.get_device_name()}
     pool = Pool.random(BATCH * max(CONTEXTS) // BLOCK + 3)
     for data in ("random", "structured"):

@@ -18,6 +18,7 @@ from typing import Any
 
 import onnx
 from m3trt.bench.device_time import FLOPS, L2_BYTES, READ_BYTES, graph_of, median_seconds
+from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record, gpu
 from m3trt.build import ops
 from m3trt.build.builder import EngineTask, build_engine
@@ -135,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model_config", type=Path, required=True, help="a released config.json")
     model_config = parser.parse_args(argv).model_config
+    require_gpus(parser)
     torch, library, device = import_torch(), resolve_runtime("auto"), gpu()
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     missed = 0

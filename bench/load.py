@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from m3trt.bench import random_engine
 from m3trt.bench.device_time import median_seconds
+from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record, gpu
 from m3trt.bench.slice import model
 from m3trt.build.configuration import BuildConfig
@@ -133,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=3, help="layers, the first one dense")
     parser.add_argument("--folder", type=Path, default=None, help="where the file is written")
     args = parser.parse_args(argv)
+    require_gpus(parser)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     sparse = (False, *[True] * (args.layers - 1))
     config = replace(

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from m3trt.bench.moe_library import TOP_K, Experts, MoeLibrary, Params, compile_library
+from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record
 from m3trt.bench.vllm_moe import load_kernel, vllm_call
 from torch import Tensor
@@ -140,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     args = parser.parse_args(argv)
+    require_gpus(parser)
     library = MoeLibrary(compile_library())
     kernel = load_kernel(args.vllm) if args.vllm else None
     device = {"device": torch.cuda.get_device_name()}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from m3trt.bench import kernel_library as kernels
 from m3trt.bench.kernel_library import COPY_TBS
+from m3trt.bench.needs import require_gpus
 
 HIDDEN, VOCAB = 6144, 200064
 LIBRARY = kernels.ROOT / "out" / "norm_kernels.so"
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m m3trt.bench.norm", description="Time addition with norm, and embedding."
     )
     parser.parse_args(argv)
+    require_gpus(parser)
     library = kernels.compile_library(LIBRARY, SOURCES)
     words = random_rows(VOCAB)
     for tokens in TOKENS:

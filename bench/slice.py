@@ -25,6 +25,7 @@ import numpy as np
 from m3trt.bench import random_engine
 from m3trt.bench.device_time import breakdown, median_seconds
 from m3trt.bench.floors import step_floors
+from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record, gpu
 from m3trt.build import tensors
 from m3trt.build.configuration import BuildConfig
@@ -263,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case_seconds", type=float, default=30.0, help="most for one case")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no case after")
     args = parser.parse_args(argv)
+    require_gpus(parser)
     config = model(args.kind, args.model_config)
     return int(run_cases(args.kind, config, args.case_seconds, args.seconds) > 0)
 

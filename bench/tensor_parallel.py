@@ -25,6 +25,7 @@ import numpy as np
 from m3trt.bench import random_engine
 from m3trt.bench.device_time import breakdown, graph_of, median_seconds
 from m3trt.bench.floors import step_floors
+from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record, gpu
 from m3trt.bench.slice import Case, model, step_inputs
 from m3trt.build import tensors
@@ -199,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model_config", type=Path, required=True, help="a released config.json")
     parser.add_argument("--tp_size", type=int, default=2, help="GPUs; they must divide 4")
     args = parser.parse_args(argv)
+    require_gpus(parser, args.tp_size)
     library, device = resolve_runtime("auto"), gpu()
     versions = {library: describe(library).version, "torch": import_torch().__version__}
     whole = model("slice", args.model_config)
