@@ -82,7 +82,7 @@ class TensorParallelExecutor:
         if gpus < size:
             raise DeviceError(
                 f"the engine has tp_size {size} and this machine {gpus} GPUs: convert with a"
-                " smaller --tp_size, or use --runtime reference"
+                " smaller --tp_size, or serve with --executor reference"
             )
         self._failure = ""
         self._closing = False

@@ -36,6 +36,12 @@ def test_what_cannot_be_served(
     assert "max_queue_size is 'many'" in wrong
     binary = refused(capsys, tmp_path / "4", *engine, "--tritonserver", str(tmp_path / "none"))
     assert "no executable file" in binary
+    executor = refused(capsys, tmp_path / "5", *engine, "--executor", "tensorrt")
+    assert "cannot run with tensorrt" in executor
+    assert "before it was ready" not in executor, "no server was started for it"
+    with pytest.raises(SystemExit):
+        main([*engine, "--executor", "onnx"])
+    assert "invalid choice: 'onnx'" in capsys.readouterr().err
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "something").touch()
     assert "is not empty" in refused(capsys, tmp_path, *engine)
@@ -78,7 +84,8 @@ def test_a_model_that_cannot_load_shows_the_log(
 ) -> None:
     python = ROOT / ".venv" / "models" / "bin" / "python"
     command = [str(python), "-m", "m3trt.serve", "--engine_dir", str(engine_dir)]
-    command += ["--http_port", "0", "--run_dir", str(tmp_path / "run"), "--executor", "tensorrt"]
+    command += ["--http_port", "0", "--run_dir", str(tmp_path / "run")]
+    command += ["--set", "executor=tensorrt"]  # --executor would be refused before
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
     assert "before it was ready" in result.stderr

@@ -104,9 +104,13 @@ def _new_run_dir(given: Path | None) -> Path:
 
 def _write_models(arguments: argparse.Namespace, repository: Path, state_dir: Path) -> list[str]:
     """Write the repository; returns the names of its models, each of which has one process."""
+    from m3trt.build.engine_dir import EngineDir
+    from m3trt.runtime.executors import choose_runtime
     from m3trt.serve.repository import write_repository
     from m3trt.serve.table import parse_settings
 
+    if arguments.executor != "auto":  # the models would say so only in their log
+        choose_runtime(EngineDir.load(arguments.engine_dir), arguments.executor)
     settings = {
         "executor": arguments.executor,
         "state_dir": str(state_dir),
@@ -167,6 +171,8 @@ def _end(client: subprocess.Popen[bytes]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from m3trt.build.library import RUNTIMES
+
     parser = argparse.ArgumentParser(
         prog="python -m m3trt.serve",
         description="Serve an engine directory with Triton until Ctrl-C.",
@@ -178,7 +184,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--grpc_port", type=int, help="8001, or a free one with --http_port 0")
     add("--metrics_port", type=int, help="8002, or a free one with --http_port 0")
     add("--http_address", default="127.0.0.1", help="address that all three services listen on")
-    add("--executor", default="auto", help="auto, tensorrt, tensorrt_rtx or reference")
+    add(
+        "--executor",
+        choices=("auto", *RUNTIMES),
+        default="auto",
+        help="what runs the engines; auto takes their own library where there is a GPU for it",
+    )
     add("--run_dir", type=Path, help="new folder for repository and logs (out/serve/<time>-<pid>)")
     add("--tritonserver", type=Path, help="server binary (that of .venv/server, or on PATH)")
     add("--ready_timeout", type=float, default=900.0, help="seconds until it must answer")

@@ -174,8 +174,9 @@ def test_rank_0_that_fails_in_a_step(world, start):
 
 
 def test_too_few_gpus(world, start):
-    with pytest.raises(DeviceError, match="the engine has tp_size 8 and this machine 4 GPUs"):
+    with pytest.raises(DeviceError, match="tp_size 8 and this machine 4 GPUs") as caught:
         TensorParallelExecutor(engine(8), "tensorrt", 1000, Path("plugins.so"), start)
+    assert "--executor reference" in str(caught.value), "the flag of m3trt.serve"
 
 
 def test_a_rank_in_a_process_of_its_own(tmp_path):
