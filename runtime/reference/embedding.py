@@ -16,7 +16,10 @@ class M3Embedding(M3Op):
     def _run(self, ids: Int32, words: Array, prompt_table: Array, vocab_size: int) -> tuple[Array]:
         if len(words) != vocab_size:
             raise self.error(f"vocab_size {vocab_size}, found words {list(words.shape)}")
+        end = vocab_size + len(prompt_table)
+        if ids.size and not 0 <= ids.min() <= ids.max() < end:
+            raise self.error(f"ids span {ids.min()} to {ids.max()}, expected 0 to {end - 1}")
         is_word = ids < vocab_size
-        from_words = words[np.where(is_word, ids, 0)]
-        from_table = prompt_table[np.where(is_word, 0, ids - vocab_size)]
-        return (np.where(is_word[:, None], from_words, from_table),)
+        out = words[np.where(is_word, ids, 0)]
+        out[~is_word] = prompt_table[ids[~is_word] - vocab_size]
+        return (out,)

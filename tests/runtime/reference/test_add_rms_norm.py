@@ -49,3 +49,19 @@ def test_embedding(run_op, rng):
     assert out.tobytes() == np.concatenate([words, table])[ids].tobytes()
     with pytest.raises(ValueError, match="vocab_size 10, found words"):
         run_op("M3Embedding", ids, words, table, vocab_size=10)
+
+
+def test_embedding_with_an_empty_table(run_op, rng):
+    words, table = rng.standard_normal((9, 6)).astype(BF16), np.zeros((0, 6), BF16)
+    ids = np.array([8, 0], np.int32)
+    (out,) = run_op("M3Embedding", ids, words, table, vocab_size=9)
+    assert out.tobytes() == words[ids].tobytes()
+    (out,) = run_op("M3Embedding", ids[:0], words, table, vocab_size=9)
+    assert out.shape == (0, 6)
+
+
+@pytest.mark.parametrize("wrong", [-1, 12])
+def test_embedding_of_ids_that_nobody_has(run_op, wrong):
+    words, table = np.zeros((9, 6), BF16), np.zeros((3, 6), BF16)
+    with pytest.raises(ValueError, match=r"ids span .*, expected 0 to 11"):
+        run_op("M3Embedding", np.array([4, wrong], np.int32), words, table, vocab_size=9)
