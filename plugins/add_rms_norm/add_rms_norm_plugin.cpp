@@ -38,8 +38,11 @@ void AddRmsNormPlugin::output_shapes(nvinfer1::DimsExprs const* in, nvinfer1::Di
 void AddRmsNormPlugin::check_shapes(Shapes const& shapes) const {
   Dims const& x = shapes.in[0];
   int64_t const rows = dim(x, 2, 0, "x");
-  M3_CHECK(x.d[1] % 8 == 0, "x has shape %s; rows take a multiple of 8 columns",
-           to_string(x).c_str());
+  int64_t const most =
+      kernels::kMaxNormBytes / static_cast<int64_t>(type_bytes(shapes.in_types[0]));
+  M3_CHECK(x.d[1] > 0 && x.d[1] % 8 == 0 && x.d[1] <= most,
+           "x has shape %s; rows take a multiple of 8 columns, up to %lld", to_string(x).c_str(),
+           static_cast<long long>(most));
   if (has_residual()) {
     Dims const& residual = shapes.in[1];
     M3_CHECK(dim(residual, 2, 0, "residual") == rows && residual.d[1] == x.d[1],

@@ -32,9 +32,10 @@ void EmbeddingPlugin::output_shapes(nvinfer1::DimsExprs const* in, nvinfer1::Dim
 void EmbeddingPlugin::check_shapes(Shapes const& shapes) const {
   Dims const &words = shapes.in[kWords], &table = shapes.in[kPromptTable];
   dim(shapes.in[kIds], 1, 0, "input_ids");
-  M3_CHECK(dim(words, 2, 0, "words") == attributes().vocab_size && words.d[1] % 8 == 0,
-           "words has shape %s; it takes [%d, a multiple of 8]", to_string(words).c_str(),
-           attributes().vocab_size);
+  M3_CHECK(
+      dim(words, 2, 0, "words") == attributes().vocab_size && words.d[1] > 0 && words.d[1] % 8 == 0,
+      "words has shape %s; it takes [%d, a multiple of 8]", to_string(words).c_str(),
+      attributes().vocab_size);
   M3_CHECK(dim(table, 2, 1, "prompt_table") == words.d[1],
            "prompt_table has shape %s and words %s; rows of both take the same length",
            to_string(table).c_str(), to_string(words).c_str());

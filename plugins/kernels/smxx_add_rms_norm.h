@@ -8,6 +8,8 @@
 
 namespace m3::kernels {
 
+constexpr int64_t kMaxNormBytes = 48 << 10;  // of a row
+
 // sum = x + residual, rounded to T; normed = sum * rsqrt(mean(sum^2) + epsilon) * weight in fp32,
 // rounded once.
 struct AddRmsNormParams {  // shapes: M rows of H, of which N are normed
@@ -23,7 +25,7 @@ struct AddRmsNormParams {  // shapes: M rows of H, of which N are normed
   Type type;  // T: fp32 or bf16
 };
 
-// cudaErrorInvalidValue: the type is another, or a row is longer than 48 KB.
+// cudaErrorInvalidValue: the type is another, or a row is longer than kMaxNormBytes.
 cudaError_t launch_add_rms_norm(AddRmsNormParams const& p, cudaStream_t stream);
 
 }  // namespace m3::kernels

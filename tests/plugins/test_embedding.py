@@ -35,6 +35,7 @@ def test_builds(dtype: str) -> None:
         pytest.param(node("bf16").but(vocab_size=51), "it takes [51", id="vocabulary"),
         pytest.param(node("bf16").retyped(words="f32"), "words=f32", id="mixed"),
         pytest.param(node("bf16", 60), "a multiple of 8", id="columns"),
+        pytest.param(node("bf16", 0), "a multiple of 8", id="no-columns"),
         pytest.param(
             node("bf16").reshaped(prompt_table=("pages", 72)), "the same length", id="table"
         ),
