@@ -1,4 +1,4 @@
-"""The README's tables of MSA: one line a case, all of its parts and what ran beside them."""
+"""Tables of MSA for `results/README.md`: every case of every part, and what ran beside it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+from m3trt.bench import decode, prefill
+from m3trt.bench.msa_steps import Heads
+from m3trt.bench.records import Record, duration, wrapped
 
-DECODE = ("decode_index_select", "decode_attention", "decode_total")
-PREFILL = ("prefill_index_select", "prefill_attention", "prefill_total")
 PEERS = ("vLLM 0.24.0", "SGLang 0.5.16")
 DENSE = "FlashAttention-3"
+OTHERS = (*PEERS, DENSE)
+"""What a part of ours is compared with; all else that ran beside it is ours too."""
+TITLES = {
+    "decode_total": "MSA of a decode step: index, selection and attention in one chain",
+    "decode_index_select": "MSA of a decode step: index scoring and selection alone",
+    "decode_attention": "MSA of a decode step: sparse attention alone",
+    "prefill_total": "MSA of a prefill chunk: index, selection and attention in one chain",
+    "prefill_index_select": "MSA of a prefill chunk: index scoring and selection alone",
+    "prefill_attention": "MSA of a prefill chunk: sparse attention alone",
+    "prefill_invert": "MSA of a prefill chunk: inversion of the selection alone",
+}
 PICTURES = {
     "msa_decode.png": "Time of a decode step's MSA over the context",
     "msa_prefill.png": "Time of a prefill chunk's MSA over its prefix",
@@ -19,107 +30,127 @@ PICTURES = {
 }
 
 
-def case_key(case: Record) -> tuple[Any, ...]:
-    """What the parts of one case have in common."""
-    names = (
-        "q_heads",
-        "kv_heads",
-        "batch",
-        "context",
-        "lengths",
-        "q_len",
-        "dtype",
-        "new",
-        "prefix",
+def order(record: Record) -> tuple[Any, ...]:
+    """Whole model before ranks, bf16 before e4m3, then by length and batch; ragged ones last."""
+    case = record["case"]
+    context = case.get("context", case.get("prefix"))
+    long = context if isinstance(context, int) else 1 << 40
+    few = case.get("batch", case.get("new"))
+    return (
+        -case["q_heads"],
+        case["dtype"],
+        case.get("q_len", 1),
+        long,
+        few if isinstance(few, int) else 0,
+        -ord(case.get("selection", "r")[0]),
     )
-    return tuple(case.get(name) for name in names)
 
 
-def _by_case(records: Sequence[Record], **wanted: Any) -> dict[tuple[Any, ...], Record]:
-    chosen = (r for r in records if wanted.items() <= r["case"].items())
-    return {case_key(record["case"]): record for record in chosen}
+def target(bench: str, case: Record) -> float | None:
+    """Seconds that were asked of our kernels before they were written."""
+    heads = Heads(case["q_heads"], case["kv_heads"], case["index_heads"])
+    if case["dtype"] != "bfloat16" or "captured_for" in case:
+        return None
+    if bench in decode.PARTS.values():
+        part = next(key for key, name in decode.PARTS.items() if name == bench)
+        shape = (heads, case["batch"], case.get("context", 0), case["q_len"], part)
+        return decode.TARGETS.get(shape)
+    part = next(key for key, name in prefill.PARTS.items() if name == bench)
+    return prefill.TARGETS.get((heads, (case["new"],), (case["prefix"],), part))
 
 
-def duration(seconds: float | None) -> str:
-    """E.g. `12.3 us`, `4.56 ms`; a dash where nothing was measured."""
-    if seconds is None:
-        return "-"
-    value, unit = (seconds * 1e6, "us") if seconds < 1e-3 else (seconds * 1e3, "ms")
-    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+def named(case: Record) -> str:
+    """E.g. `batch 8 on 131,072`, `512 on 1,048,576`."""
+    first = f"batch {case['batch']}" if "batch" in case else _count(case["new"])
+    where = case.get("context", case.get("prefix", case.get("lengths")))
+    more = [] if case["q_heads"] == 64 else [f"{case['q_heads']}/{case['kv_heads']} heads"]
+    more += [f"{case['q_len']} query tokens"] if case.get("q_len", 1) > 1 else []
+    more += [f"{case['selection']} selection"] if "selection" in case else []
+    return f"{first} on {_count(where)}" + (f" ({', '.join(more)})" if more else "")
 
 
-def _beside(record: Record | None, name: str) -> str:
-    if record is None or name not in record.get("baselines", {}):
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def beside(record: Record, name: str) -> str:
+    """Time of a contestant and, in brackets, what it is of ours."""
+    if name not in record.get("baselines", {}):
         return "-"
     other, own = record["baselines"][name], record.get("seconds")
     return duration(other) + (f" ({other / own:.2f}x)" if own else "")
 
 
-def _seconds(record: Record | None) -> str:
-    if record is None:
-        return "-"
-    return str(record.get("error") or duration(record.get("seconds")))
+def share(record: Record) -> str:
+    """How much of the time of ours is the floor."""
+    seconds, floor = record.get("seconds"), record.get("floor_seconds")
+    return f"{floor / seconds:.0%}" if seconds and floor else "-"
 
 
-def _note(records: Sequence[Record]) -> str:
+def note(records: Sequence[Record]) -> str:
+    """Where and of what they were taken."""
     devices = ", ".join(sorted({record["device"] for record in records}))
     commits = ", ".join(sorted({record["commit"] for record in records}))
-    return f"{devices}; bfloat16; commit {commits}"
+    return f"{devices}; commit {commits}"
 
 
-def _in_table(case: Record) -> bool:
-    """All of the whole model, of the ranks what has 128k tokens; the records hold the rest."""
-    if case["dtype"] != "bfloat16" or "captured_for" in case:
-        return False
-    return case["q_heads"] == 64 or case.get("context") == 131072
+def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without the columns in which no row has anything."""
+    kept = [i for i in range(len(titles)) if any(row[i] != "-" for row in rows)]
+    grid = [titles, ["---"] * len(titles), *rows]
+    return "".join("| " + " | ".join(line[i] for i in kept) + " |\n" for line in grid)
 
 
-def decode_table(records: dict[str, list[Record]]) -> str:
-    """Index scoring and selection, attention, and both in one chain."""
-    known = [record for bench in DECODE for record in records[bench] if _in_table(record["case"])]
-    parts = [_by_case([r for r in known if r["bench"] == bench]) for bench in DECODE]
-    cases = {case_key(record["case"]): record["case"] for record in known}
-    lines = [
-        f"**MSA decode, one layer** ({_note(known)})\n",
-        "| heads | batch | context | query tokens | index + select | attention | both | floor"
-        " | vLLM | SGLang | dense FlashAttention-3 |",
-        "| --- " * 11 + "|",
-    ]
-    for key, case in cases.items():
-        select, attend, total = (part.get(key) for part in parts)
-        whole = total or attend or select
-        context = f"{case['context']:,}" if "context" in case else case["lengths"]
-        floor = duration(whole.get("floor_seconds") if whole else None)
-        heads = f"{case['q_heads']}/{case['kv_heads']}/{case['index_heads']}"
-        cells = [heads, case["batch"], context, case["q_len"]]
-        cells += [_seconds(select), _seconds(attend), _seconds(total), floor]
-        cells += [_beside(whole, name) for name in (*PEERS, DENSE)]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+def table(bench: str, records: Sequence[Record]) -> str:
+    """One line a case: ours, what was asked, the floor, the peers, all else that was timed."""
+    rows = sorted((r for r in records if "captured_for" not in r["case"]), key=order)
+    where = ["batch", "context"] if bench.startswith("decode") else ["new", "prefix"]
+    where += [key for key in ("q_len", "selection") if key in rows[0]["case"]]
+    titles = ["heads", "caches", *where, "ours", "asked", "floor", "floor / ours", *PEERS]
+    titles += [f"dense {DENSE}", "also ours"]
+    grid = []
+    for record in rows:
+        case = {"context": record["case"].get("lengths")} | record["case"]
+        cells = [f"{case['q_heads']}/{case['kv_heads']}/{case['index_heads']}"]
+        cells += ["bf16" if case["dtype"] == "bfloat16" else "e4m3"]
+        cells += [_count(case[key]) for key in where]
+        cells[2] += " (shared pages)" if case.get("shared_pages") else ""
+        asked = target(bench, case)
+        cells += [record.get("error") or duration(record.get("seconds")), duration(asked)]
+        cells += [duration(record.get("floor_seconds")), share(record)]
+        cells += [beside(record, name) for name in OTHERS]
+        rest = {k: v for k, v in record.get("baselines", {}).items() if k not in OTHERS}
+        cells += ["; ".join(f"{name} {duration(time)}" for name, time in rest.items()) or "-"]
+        grid.append(cells)
+    titles = [title.replace("q_len", "query tokens") for title in titles]
+    return f"### {TITLES[bench]}\n\n{note(rows)}\n\n{markdown(titles, grid)}"
 
 
-def prefill_table(records: dict[str, list[Record]]) -> str:
-    """The same for chunks; attention over random and over clustered selections."""
-    select, total = (_by_case(records[bench]) for bench in (PREFILL[0], PREFILL[2]))
-    attend = [_by_case(records[PREFILL[1]], selection=name) for name in ("random", "clustered")]
-    known = [record for bench in PREFILL for record in records[bench]]
-    cases = {case_key(record["case"]): record["case"] for record in known}
-    lines = [
-        f"**MSA prefill, one layer** ({_note(known)})\n",
-        "| heads | new | prefix | index + select | attention, random / clustered | both | floor"
-        " | vLLM | SGLang | dense FlashAttention-3 |",
-        "| --- " * 10 + "|",
-    ]
-    for key, case in cases.items():
-        whole = total.get(key) or attend[0].get(key) or select.get(key)
-        heads = f"{case['q_heads']}/{case['kv_heads']}/{case['index_heads']}"
-        numbers = [f"{x:,}" if isinstance(x, int) else x for x in (case["new"], case["prefix"])]
-        floor = duration(whole.get("floor_seconds") if whole else None)
-        over = " / ".join(_seconds(part.get(key)) for part in attend)
-        cells = [heads, *numbers, _seconds(select.get(key)), over, _seconds(total.get(key)), floor]
-        cells += [_beside(whole, name) for name in (*PEERS, DENSE)]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+def slower(records: dict[str, list[Record]]) -> list[str]:
+    """Every case in which something that is not ours was faster."""
+    found = []
+    for bench, title in TITLES.items():
+        for record in sorted(records[bench], key=order):
+            for name, seconds in record.get("baselines", {}).items():
+                if name in OTHERS and seconds < record.get("seconds", 0):
+                    ratio = f"{seconds / record['seconds']:.2f}x the speed of {name}"
+                    part = title.split(": ")[1]
+                    found.append(f"{part}, {named(record['case'])}: {ratio}")
+    return found
+
+
+def targets(records: dict[str, list[Record]]) -> tuple[int, list[str]]:
+    """How many of the measured cases had a target, and those that missed it."""
+    count, missed = 0, []
+    for bench, title in TITLES.items():
+        for record in sorted(records[bench], key=order):
+            asked = target(bench, record["case"])
+            if asked and record.get("seconds"):
+                count += 1
+                if record["seconds"] > asked:
+                    times = f"{duration(record['seconds'])}, asked {duration(asked)}"
+                    missed.append(f"{title.split(': ')[1]}, {named(record['case'])}: {times}")
+    return count, missed
 
 
 def captured_sentence(records: Sequence[Record]) -> str:
@@ -131,35 +162,44 @@ def captured_sentence(records: Sequence[Record]) -> str:
         for name in list(times)
         if (other := times.get(f"{name}, captured for 8k"))
     ]
-    return f"**A graph captured for 1 M tokens** on a batch of one and 8k: {'; '.join(parts)}.\n"
+    text = f"A graph captured for 1 M tokens, on a batch of one and 8k: {'; '.join(parts)}."
+    return wrapped(text)
 
 
-def fp8_sentence(records: Sequence[Record]) -> str:
+def fp8_table(records: Sequence[Record]) -> str:
     """What e4m3 caches change."""
-    parts = [
-        f"{record['case']['data']} data at {record['case']['context']:,} tokens: "
-        f"{record['selection_overlap']:.1%} of the chosen blocks are the same, the output differs "
-        f"by {record['attention_error']:.1%} over the same blocks and by "
-        f"{record['total_error']:.1%} over its own"
-        for record in records
-    ]
-    return f"**e4m3 index and KV caches** beside bf16 ones. {'; '.join(parts)}.\n"
+    titles = ("data", "context", "same blocks chosen", "output differs, same blocks", "own blocks")
+    rows = []
+    for r in records:
+        figures = (r["selection_overlap"], r["attention_error"], r["total_error"])
+        shown = (f"{figure:.1%}" for figure in figures)
+        rows.append([r["case"]["data"], _count(r["case"]["context"]), *shown])
+    title = "e4m3 index and KV caches beside bf16 ones"
+    return f"### {title}\n\n{note(records)}\n\n{markdown(titles, rows)}"
+
+
+def bullets(title: str, lines: Sequence[str]) -> str:
+    """A heading over a list."""
+    return f"### {title}\n\n" + "".join(f"* {line}\n" for line in lines)
 
 
 def sections(records: dict[str, list[Record]], folder: Path) -> list[str]:
     """Tables and pictures of what has been recorded; `folder` is that of the pictures."""
     parts = []
-    if any(records[bench] for bench in DECODE):
-        parts.append(decode_table(records))
-        captured = [r for r in records["decode_total"] if "captured_for" in r["case"]]
+    if behind := slower(records):
+        parts.append(bullets("MSA cases in which something else was faster", behind))
+    count, missed = targets(records)
+    if count:
+        title = (
+            f"Targets of MSA: {count - len(missed)} of {count} measured ones reached, missed are"
+        )
+        parts.append(bullets(title, missed or ["none"]))
+    for bench in TITLES:
+        if records[bench]:
+            parts.append(table(bench, records[bench]))
+        captured = [r for r in records[bench] if "captured_for" in r["case"]]
         parts += [captured_sentence(captured)] if captured else []
-    if any(records[bench] for bench in PREFILL):
-        parts.append(prefill_table(records))
     if records["fp8_effect"]:
-        parts.append(fp8_sentence(records["fp8_effect"]))
-    pictures = [
-        f"![{text}](bench/results/{name})"
-        for name, text in PICTURES.items()
-        if (folder / name).exists()
-    ]
-    return [*parts, *(["\n".join(pictures) + "\n"] if pictures else [])]
+        parts.append(fp8_table(records["fp8_effect"]))
+    pictures = [f"![{text}]({name})" for name, text in PICTURES.items() if (folder / name).exists()]
+    return [*(["\n".join(pictures) + "\n"] if pictures else []), *parts]

@@ -1,4 +1,4 @@
-"""Draws the pictures of the README's speed section from `bench/results/*.jsonl`.
+"""Draws the pictures of the README and of `results/README.md` from `bench/results/*.jsonl`.
 
 python -m m3trt.bench.plots
 """
@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from m3trt.bench.records import RESULTS
-from m3trt.bench.report import Record, load
+from m3trt.bench.records import RESULTS, Record, load, tokens
 
 READ_BYTES, FLOPS = 4.69e12, 703e12
 """Ceilings of one H200, measured: reading, sustained bf16 products."""
@@ -45,11 +44,6 @@ def times(record: Record) -> dict[str, float]:
     return {"ours": record["seconds"], **record["baselines"]}
 
 
-def tokens(count: int) -> str:
-    """E.g. `128k`, `1M`."""
-    return f"{count >> 20}M" if count >= 1 << 20 else f"{count / 1024:.0f}k"
-
-
 def decode_figure(axes: Any, records: Sequence[Record], batch: int) -> None:
     """Time of selection and attention over the context, for one batch."""
     chosen = matching(records, batch=batch, q_len=1, **TP1)
@@ -78,19 +72,24 @@ def _context(record: Record) -> int:
     return int(record["case"]["context"])
 
 
-def prefill_figure(axes: Any, records: Sequence[Record], new: int) -> None:
-    """Time of a chunk's selection and attention over its prefix."""
-    chosen = sorted(matching(records, new=new, **TP1), key=lambda r: int(r["case"]["prefix"]))
-    names = [tokens(record["case"]["prefix"]) for record in chosen]
-    for name, (line, color) in STYLES.items():
-        points = [(i, times(r)[name] * 1e3) for i, r in enumerate(chosen) if name in times(r)]
-        if points:
-            axes.semilogy(*zip(*points, strict=True), line, color=color, label=name)
-    axes.set_title(f"Prefill of {new:,} tokens, one layer")
-    axes.set_xlabel("prefix, tokens")
+def prefill_figure(axes: Any, records: Sequence[Record]) -> None:
+    """Time of every chunk's selection and attention, by its prefix."""
+    chosen = sorted(matching(records, **TP1), key=lambda r: int(r["case"]["prefix"]))
+    width = 0.8 / len(STYLES)
+    for i, (name, (_, color)) in enumerate(STYLES.items()):
+        bars = [(x, times(r)[name] * 1e3) for x, r in enumerate(chosen) if name in times(r)]
+        if bars:
+            xs, ys = zip(*bars, strict=True)
+            axes.bar([x + (i - 1.5) * width for x in xs], ys, width, color=color, label=name)
+    cases = [record["case"] for record in chosen]
+    names = [f"{tokens(case['new'])}\non {tokens(case['prefix'])}" for case in cases]
+    axes.set_yscale("log")
+    axes.set_title("Prefill chunk of one layer")
+    axes.set_xlabel("new tokens on prefix")
     axes.set_ylabel("index + select + attention, ms")
     axes.set_xticks(range(len(names)), names)
-    axes.grid(alpha=0.3)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
     if chosen:
         axes.legend()
 
@@ -116,12 +115,12 @@ def roofline(axes: Any, records: dict[str, Sequence[Record]]) -> None:
     axes.legend()
 
 
-def draw(path: Path, figures: Sequence[Callable[[Any], None]]) -> None:
+def draw(path: Path, figures: Sequence[Callable[[Any], None]], width: float = 6.4) -> None:
     """Save figures side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(6.4 * len(figures), 4.4), dpi=100, layout="constrained")
+    picture = Figure(figsize=(width * len(figures), 4.4), dpi=100, layout="constrained")
     FigureCanvasAgg(picture)
     for figure, axes in zip(
         figures, picture.subplots(1, len(figures), squeeze=False)[0], strict=True
@@ -140,13 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder / "msa_decode.png",
         [lambda axes: decode_figure(axes, decode, 1), lambda axes: decode_figure(axes, decode, 8)],
     )
-    draw(
-        folder / "msa_prefill.png",
-        [
-            lambda axes: prefill_figure(axes, prefill, 512),
-            lambda axes: prefill_figure(axes, prefill, 16384),
-        ],
-    )
+    draw(folder / "msa_prefill.png", [lambda axes: prefill_figure(axes, prefill)], width=10)
     draw(
         folder / "msa_roofline.png",
         [lambda axes: roofline(axes, {bench: load(bench) for bench in ROOFLINE})],

@@ -220,7 +220,7 @@ def test_commands_say_what_they_do(main: object, capsys: pytest.CaptureFixture[s
 def records() -> dict[str, list[msa_report.Record]]:
     common = {"device": "GPU", "commit": "abc", "floor_seconds": 1e-6, "flops": 1e6, "bytes": 1e5}
     made: dict[str, list[msa_report.Record]] = {"fp8_effect": []}
-    for bench in msa_report.DECODE:
+    for bench in decode.PARTS.values():
         made[bench] = [
             common
             | {
@@ -232,8 +232,9 @@ def records() -> dict[str, list[msa_report.Record]]:
             for batch in (1, 8)
             for context in (8192, 131072)
         ]
-    for bench in msa_report.PREFILL:
-        selections = ("random", "clustered") if bench == "prefill_attention" else ("",)
+    for bench in prefill.PARTS.values():
+        chosen = bench in ("prefill_attention", "prefill_invert")
+        selections = ("random", "clustered") if chosen else ("",)
         made[bench] = [
             common
             | {
@@ -256,18 +257,28 @@ def records() -> dict[str, list[msa_report.Record]]:
 def test_tables_join_the_parts(tmp_path: Path) -> None:
     made = records()
     figures = {"selection_overlap": 0.987, "attention_error": 0.024, "total_error": 0.031}
-    made["fp8_effect"] = [{"case": {"data": "random", "context": 8192}} | figures]
+    taken = {"device": "GPU", "commit": "abc"}
+    made["fp8_effect"] = [{"case": {"data": "random", "context": 8192}} | figures | taken]
     (tmp_path / "msa_decode.png").touch()
     text = "\n".join(msa_report.sections(made, tmp_path))
-    assert "| 64/4/4 | 8 | 131,072 | 1 | 16 us | 16 us | 16 us | 1 us | 40 us (2.50x) |" in text
-    assert "| 64/4/4 | 1 | 8,192 | 1 | 2 us | 2 us | too large | - | - | - | - |" in text
-    assert "| 512 | 32,768 | 2 ms | 2 ms / 2 ms | 2 ms | 1 us | - | - | 8 ms (4.00x) |" in text
+    assert "| 64/4/4 | bf16 | 8 | 131,072 | 1 | 16 us | - | 1 us | 6% | 40 us (2.50x) |" in text
+    assert "| 64/4/4 | bf16 | 1 | 8,192 | 1 | too large | 9 us | - | - | - |" in text
+    assert "| 64/4/4 | bf16 | 512 | 32,768 | random | 2 ms | 1 us | 0% | 8 ms (4.00x) |" in text
     assert "ours 2 us, captured for 8k 1.9 us." in text
-    assert "98.7% of the chosen blocks are the same" in text
-    assert "](bench/results/msa_decode.png)" in text
+    assert "| random | 8,192 | 98.7% | 2.4% | 3.1% |" in text
+    assert "in one chain, batch 1 on 131,072" not in text  # 2 us, asked 15
+    assert "sparse attention alone, batch 8 on 131,072: 16 us, asked 11 us" in text
+    assert "](msa_decode.png)" in text
     assert "msa_prefill.png" not in text
     empty = {bench: [] for bench in made}
     assert msa_report.sections(empty, tmp_path / "none") == []
+
+
+def test_rows_go_from_short_to_long() -> None:
+    made = records()["decode_index_select"]
+    made[1]["case"]["q_heads"] = 16
+    made[2]["case"]["dtype"] = "float8_e4m3"
+    assert [made.index(record) for record in sorted(made, key=msa_report.order)] == [0, 3, 2, 1]
 
 
 def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The README's speed section comes from the records."""
+"""The README's speed section and `bench/results/README.md` come from the records."""
 
 from __future__ import annotations
 
@@ -6,21 +6,74 @@ import json
 from pathlib import Path
 
 import pytest
-from m3trt.bench import report
+from m3trt.bench import msa_report, records, report, summary
 
 pytestmark = pytest.mark.smoke
 
 
-def test_readme_is_current() -> None:
+def test_both_files_are_current() -> None:
     assert report.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("name", ["README", "FULL"])
+def test_a_stale_file_is_found_and_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in ("README", "FULL"):
+        copy = tmp_path / f"{each}.md"
+        copy.write_bytes(getattr(report, each).read_bytes())
+        monkeypatch.setattr(report, each, copy)
+    stale = tmp_path / f"{name}.md"
+    current = stale.read_text()
+    stale.write_text(current.replace("x) |", "y) |"))
+    assert report.main(["--check"]) == 1
+    assert f"{name}.md is not current" in capsys.readouterr().err
+    assert report.main([]) == 0
+    assert stale.read_text() == current
+
+
+def test_the_readme_has_what_a_newcomer_needs() -> None:
+    text = summary.section()
+    assert len(text.splitlines()) < 60
+    assert "](bench/results/README.md)" in text
+    for row in ("| 128k | 8 |", "| 1M | 1 |", "| 16k on 128k |", "| 8k on 0 |"):
+        assert row in text
+    prose = [line for line in text.splitlines() if not line.startswith("|")]
+    assert max(map(len, prose)) <= 100
+
+
+def test_every_record_has_a_row() -> None:
+    text = report.full()
+    benches = (*msa_report.TITLES, *report.SECTIONS)
+    cases = [r["case"] for bench in benches for r in summary.steps(records.load(bench))]
+    plain = [r for r in records.load_all("slice") if r["commit"] == summary.PLAIN_MSA]
+    before = [r for r in summary.steps(plain) if r["case"]["model"] == "slice"]
+    captured = [case for case in cases if "captured_for" in case]
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    heads = sum(set(line) <= set("|- ") for line in rows)
+    fp8 = len(records.load("fp8_effect"))
+    assert len(rows) - 2 * heads == len(cases) - len(captured) + len(before) + fp8
+
+
+def test_what_was_slower_is_said() -> None:
+    text = " ".join(summary.section().split())
+    for bench in msa_report.TITLES:
+        for record in records.load(bench):
+            for name, seconds in record.get("baselines", {}).items():
+                if name in msa_report.OTHERS and seconds < record["seconds"]:
+                    ratio = f"{seconds / record['seconds']:.2f}x the speed of {name}"
+                    assert f"{msa_report.named(record['case'])}: {ratio}" in text
 
 
 def test_newest_record_of_a_case_counts(tmp_path: Path) -> None:
     case = {"batch": 1, "shared_pages": False}
-    records = [{"case": case, "seconds": s} for s in (1.0, 2.0)] + [{"case": {"batch": 2}}]
-    (tmp_path / "moe.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    made = [{"case": case, "seconds": s} for s in (1.0, 2.0)] + [{"case": {"batch": 2}}]
+    made[0]["baselines"] = {"torch": 3.0}
+    (tmp_path / "moe.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made))
     loaded = report.load("moe", tmp_path)
     assert [record.get("seconds") for record in loaded] == [2.0, None]
+    assert loaded[0]["earlier_baselines"] == {"torch": 3.0}
+    assert report.read_back(tmp_path) == ""
 
 
 def test_table_says_what_failed_and_what_was_beside() -> None:
@@ -35,7 +88,7 @@ def test_table_says_what_failed_and_what_was_beside() -> None:
     }
     failed = {"case": {"batch": 2, "dtype": "bfloat16"}, "error": "out of memory"}
     text = report.table("Title", [measured | common, failed | common])
-    assert "**Title** (GPU; bfloat16; commit abc)" in text
+    assert text.startswith("### Title\n\nGPU; bfloat16; commit abc\n")
     assert "| batch 1,024 | 15 us | 1.25 ms | 3.46 TB/s | torch: 2 s |" in text
     assert "| batch 2 | out of memory | - | - | - |" in text
 
