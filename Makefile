@@ -28,7 +28,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup plugins build tiny engine demo serve test test-numpy1 test-slow test-gpu lint format bench clean
+.PHONY: help setup plugins build tiny engine demo serve test test-numpy1 test-slow test-gpu lint format bench report clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -42,7 +42,7 @@ help: ## Show this list
 	  HTTP_PORT '$(HTTP_PORT)' 'ports of `serve`' \
 	  GRPC_PORT '$(GRPC_PORT)' '' METRICS_PORT '$(METRICS_PORT)' '' \
 	  JOBS '$(JOBS)' 'compilers at once' \
-	  PEERS '$(PEERS)' 'folder of vLLM and SGLang files that `bench` times too' \
+	  PEERS '$(PEERS)' 'folder of vLLM and SGLang files, timed too by `bench`' \
 	  PYTHON '$(PYTHON)' 'interpreter of the environments, 3.11 to 3.13' \
 	  TORCH_PIP '$(TORCH_PIP)' 'pip options for PyTorch in the test environment'
 
@@ -123,12 +123,17 @@ test-gpu: .venv/test/.done plugins ## Plugins, engines and full-width layers on 
 	$(TEST) -m pytest -m gpu
 	tests/sanitize.sh $(TEST)
 
-bench: .venv/test/.done plugins ## Times on this machine's GPU, a record a case in bench/results/
+bench: .venv/test/.done plugins ## Times of GEMM, steps and MSA on this machine's GPU: bench/results/
 	$(TEST) -m m3trt.bench.gemm --model_config $(REAL_CONFIG)
 	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) slice
 	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) rank
 	$(TEST) -m m3trt.bench.decode $(addprefix --peers ,$(PEERS))
 	$(TEST) -m m3trt.bench.prefill $(addprefix --peers ,$(PEERS))
+	@$(MAKE) report
+
+report: .venv/test/.done ## Pictures and tables of the records: bench/results/, README.md
+	$(TEST) -m m3trt.bench.plots
+	$(TEST) -m m3trt.bench.report
 
 lint: .venv/test/.done ## ruff, mypy --strict, clang-format
 	.venv/test/bin/ruff check .
