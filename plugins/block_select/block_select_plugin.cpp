@@ -98,10 +98,6 @@ size_t BlockSelectPlugin::workspace_bytes(Shapes const& largest) const {
 
 void BlockSelectPlugin::enqueue_step(Step const& step) const {
   Dims const& q = step.in[kIndexQ].dims;
-  Dims const& decode_rows = step.in[kDecodeRows].dims;
-  M3_CHECK(volume(decode_rows) <= q.d[0],
-           "decode_rows has shape %s, more tokens than index_q has: %s",
-           to_string(decode_rows).c_str(), to_string(q).c_str());
   auto const& a = attributes();
 
   kernels::BlockSelectParams p{};
@@ -111,8 +107,9 @@ void BlockSelectPlugin::enqueue_step(Step const& step) const {
   p.index_scale = cache_scale(step, step.in[kIndexCache].type, kIndexScale);
   p.block_ids = step.output<int32_t>(0);
   p.num_index_heads = static_cast<int32_t>(q.d[1]);
-  p.num_decode_requests = static_cast<int32_t>(decode_rows.d[0]);
-  p.decode_length = static_cast<int32_t>(decode_rows.d[1]);
+  RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
+  p.num_decode_requests = rows.num_decode;
+  p.decode_length = rows.q_len;
   p.top_k = a.top_k;
   p.init_blocks = a.init_blocks;
   p.local_blocks = a.local_blocks;

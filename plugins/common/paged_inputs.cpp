@@ -86,6 +86,10 @@ RowSplit split_rows(Dims const& decode_rows, kernels::PackedTokens const& tokens
   return split;
 }
 
+bool splits_decode(DataType q, DataType kv_cache) {
+  return q == DataType::kBF16 && (kv_cache == DataType::kBF16 || kv_cache == DataType::kFP8);
+}
+
 void check_vector(Dims const& dims, int64_t size, char const* name) {
   M3_CHECK(dim(dims, 1, 0, name) == size, "%s has shape %s; it takes [%lld]", name,
            to_string(dims).c_str(), static_cast<long long>(size));

@@ -44,6 +44,9 @@ struct RowSplit {
 // Throws Error when the step has fewer requests or tokens than decode_rows counts.
 RowSplit split_rows(nvinfer1::Dims const& decode_rows, kernels::PackedTokens const& tokens);
 
+// Whether launch_paged_decode serves the decode rows of these types.
+bool splits_decode(nvinfer1::DataType q, nvinfer1::DataType kv_cache);
+
 // Throws Error unless the input is [size].
 void check_vector(nvinfer1::Dims const& dims, int64_t size, char const* name);
 

@@ -94,6 +94,16 @@ using ptx::barrier_expect;
 using ptx::barrier_init;
 using ptx::barrier_wait;
 
+// Which of a ring of buffers is next, and the parity of its barriers.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
 __device__ inline void load_tile(uint32_t to, CUtensorMap const* map, uint32_t barrier, int x,
                                  int y, int z) {
   asm volatile(

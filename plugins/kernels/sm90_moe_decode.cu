@@ -5,6 +5,7 @@
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_moe_decode_plan.cuh"
+#include "kernels/this_device.h"
 
 // All of a decode step behind the router's logits in one kernel, so that the stream of weights
 // never stops: one CTA a multiprocessor, whose ring of shared memory fills with the shared expert's
@@ -465,14 +466,6 @@ int64_t shared_bytes(MoeParams const& p, int processors) {
   return STAGES * STAGE_BYTES + ACTIVATION_BYTES + int64_t{sizeof(Shared)} + mixture;
 }
 
-int attribute(cudaDeviceAttr which) {
-  int device = 0;
-  int value = 0;
-  bool const known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&value, which, device) == cudaSuccess;
-  return known ? value : 0;
-}
-
 }  // namespace
 
 bool sm90_moe_decode_takes(MoeParams const& p) {
@@ -483,16 +476,19 @@ bool sm90_moe_decode_takes(MoeParams const& p) {
       p.top_k > SM90_MOE_DECODE_TOP_K) {
     return false;
   }
-  int const processors = attribute(cudaDevAttrMultiProcessorCount);
-  return processors > 0 &&
-         shared_bytes(p, processors) <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  int processors = 0, most = 0;
+  return count_processors(processors) == cudaSuccess &&
+         read_attribute(most, cudaDevAttrMaxSharedMemoryPerBlockOptin) == cudaSuccess &&
+         shared_bytes(p, processors) <= most;
 }
 
 cudaError_t launch_sm90_moe_decode(MoeParams const& p, Sm90MoeWorkspace const& ws,
                                    cudaStream_t stream) {
-  int const processors = attribute(cudaDevAttrMultiProcessorCount);
+  int processors = 0;
+  cudaError_t status = count_processors(processors);
+  if (status != cudaSuccess) return status;
   auto const bytes = static_cast<int>(shared_bytes(p, processors));
-  cudaError_t const status =
+  status =
       cudaFuncSetAttribute(sm90_moe_decode, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
   return launch_behind(sm90_moe_decode, static_cast<unsigned>(processors), THREADS, bytes, stream,

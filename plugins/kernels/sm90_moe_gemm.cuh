@@ -11,6 +11,7 @@
 #include "kernels/sm90_ptx.cuh"
 #include "kernels/sm90_wgmma.cuh"
 #include "kernels/tensor_map.h"
+#include "kernels/this_device.h"
 
 // The grouped GEMM of both expert products. Weights are the M operand: a warpgroup computes two
 // blocks of 64 weight rows by N tokens. Which rows, and what becomes of the sums, is the `Product`.
@@ -343,10 +344,8 @@ cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, v
   }
   if (status != cudaSuccess) return status;
 
-  int device = 0;
   int processors = 0;
-  if (status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  status = count_processors(processors);
   if (status != cudaSuccess) return status;
   status = cudaFuncSetAttribute(sm90_moe_gemm<Product>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 SM90_MOE_SHARED_BYTES);

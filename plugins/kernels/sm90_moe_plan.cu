@@ -1,25 +1,10 @@
 #include <algorithm>
 
+#include "kernels/carver.h"
 #include "kernels/sm90_moe_plan.h"
 
 namespace m3::kernels {
 namespace {
-
-// Lays the regions out one after another, 256-byte aligned; with a null base it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  void take(T*& pointer, int64_t count) {
-    pointer = reinterpret_cast<T*>(base_ + used_);
-    used_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_ = 0;
-};
 
 bool aligned(void const* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;

@@ -5,6 +5,7 @@
 #include "kernels/paged_prefill_tiles.cuh"
 #include "kernels/sm90_attention_mma.cuh"
 #include "kernels/tensor_map.h"
+#include "kernels/this_device.h"
 
 namespace m3::kernels {
 namespace {
@@ -36,13 +37,7 @@ struct __align__(1024) PrefillShared {
 // Named barriers: 0 is __syncthreads.
 enum Barrier { kTurn = 1, kPageRead = kTurn + CONSUMERS, kValuesCleared = kPageRead + CONSUMERS };
 
-struct Ring {  // of stages
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
+using Ring = sm90::Ring<STAGES>;
 
 // The tiles of a block, those with most keys first, of neighbouring KV heads. Every second round
 // goes backwards, so that the blocks' sums come out alike.
@@ -346,23 +341,20 @@ __global__ void __launch_bounds__(THREADS, 1)
 #endif
 }
 
+bool takes_heads(int32_t num_heads, int32_t num_kv_heads) {
+  int32_t const group = num_heads / num_kv_heads;
+  return group * num_kv_heads == num_heads && (group & (group - 1)) == 0 && group <= kMaxGroup;
+}
+
 }  // namespace
 
 bool has_sm90_paged_prefill(int32_t num_heads, int32_t num_kv_heads) {
-  int const group = num_heads / num_kv_heads;
-  int device = 0, major = 0, minor = 0;
-  cudaFuncAttributes compiled;
-  return group * num_kv_heads == num_heads && (group & (group - 1)) == 0 && group <= kMaxGroup &&
-         cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-         major == 9 && minor == 0 &&
-         cudaFuncGetAttributes(&compiled, prefill_kernel) == cudaSuccess &&
-         compiled.ptxVersion == 90;
+  return takes_heads(num_heads, num_kv_heads) && runs_sm90(prefill_kernel);
 }
 
 cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return cudaSuccess;
+  if (!takes_heads(p.num_heads, p.num_kv_heads)) return cudaErrorInvalidValue;
   auto const group = static_cast<cuuint32_t>(p.num_heads / p.num_kv_heads);
   auto const tile_tokens = ROWS / group;
   CUtensorMap q_map, kv_map;
@@ -379,10 +371,8 @@ cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
   status = cudaFuncSetAttribute(prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 sizeof(PrefillShared));
   if (status != cudaSuccess) return status;
-  int device = 0, processors = 0;
-  status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  status = count_processors(processors);
   if (status != cudaSuccess) return status;
   int const tiles = prefill_slots(p, static_cast<int>(tile_tokens)) * p.num_kv_heads;
   prefill_kernel<<<std::min(tiles, processors), THREADS, sizeof(PrefillShared), stream>>>(

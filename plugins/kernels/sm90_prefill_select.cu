@@ -4,6 +4,7 @@
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_attention_mma.cuh"
 #include "kernels/tensor_map.h"
+#include "kernels/this_device.h"
 
 namespace m3::kernels {
 namespace {
@@ -30,13 +31,7 @@ struct __align__(1024) SelectShared {
 // Named barriers: 0 is __syncthreads.
 constexpr int kTurn = 1;  // and the next
 
-struct Ring {  // of stages
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
+using Ring = sm90::Ring<STAGES>;
 
 // One thread: brings each tile's queries and its pages.
 __device__ void produce(BlockSelectParams const& p, CUtensorMap const& q_map,
@@ -196,20 +191,15 @@ __global__ void __launch_bounds__(THREADS, 1)
 }  // namespace
 
 bool has_sm90_prefill_select(BlockSelectParams const& p) {
-  int device = 0, major = 0, minor = 0;
-  cudaFuncAttributes compiled;
   return has_prefill_select(p.type, p.num_index_heads) && p.index_scale == nullptr &&
-         cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-         major == 9 && minor == 0 &&
-         cudaFuncGetAttributes(&compiled, score_pages_kernel) == cudaSuccess &&
-         compiled.ptxVersion == 90;
+         p.num_pages > 0 &&  // TMA describes no empty cache
+         runs_sm90(score_pages_kernel);
 }
 
 cudaError_t launch_sm90_prefill_select(BlockSelectParams const& p, void* workspace,
                                        cudaStream_t stream) {
   if (context_tokens(p) == 0) return cudaSuccess;
+  if (p.index_scale != nullptr) return cudaErrorInvalidValue;
   CUtensorMap q_map, k_map;
   auto const heads = static_cast<cuuint32_t>(p.num_index_heads);
   cuuint64_t const q_dims[] = {kHeadSize, heads, static_cast<cuuint64_t>(p.tokens.num_tokens)};
@@ -223,10 +213,8 @@ cudaError_t launch_sm90_prefill_select(BlockSelectParams const& p, void* workspa
   status = cudaFuncSetAttribute(score_pages_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 sizeof(SelectShared));
   if (status != cudaSuccess) return status;
-  int device = 0, processors = 0;
-  status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  status = count_processors(processors);
   if (status != cudaSuccess) return status;
   return select_in_rounds(p, workspace, stream, [&](SelectRound const& round) {
     return launch_behind(score_pages_kernel, dim3(processors), dim3(THREADS), sizeof(SelectShared),

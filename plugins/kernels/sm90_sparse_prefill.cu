@@ -5,6 +5,7 @@
 #include "kernels/sm90_attention_mma.cuh"
 #include "kernels/sparse_prefill_items.cuh"
 #include "kernels/tensor_map.h"
+#include "kernels/this_device.h"
 
 // Thread blocks share the tiles of 64 query rows of a round equally, in the order of the KV blocks,
 // and keep a KV block while they go through its tiles. Two warpgroups take the tiles in turn.
@@ -55,15 +56,6 @@ struct Sizes {
 
 constexpr int kTurn = 1;  // named barriers, one a consumer; 0 is __syncthreads
 
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 // Slots behind the sequence may hold NaN, and 0 * NaN would reach the sum.
 __device__ void clear_values(uint8_t* values, int first_key) {
   auto* const v = reinterpret_cast<uint4*>(values);
@@ -100,7 +92,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
     int32_t const i = nth_tile * sizes.tile_queries + lane;
     return i < count ? r.blocks.queries[first + i] : -1;
   };
-  Ring<KV_STAGES> kv;
+  sm90::Ring<KV_STAGES> kv;
   uint32_t landed_parity = 0;
   int32_t index = find_item(p, r, share.begin), ordinal = 0;
   int32_t tile = share.begin;
@@ -306,7 +298,7 @@ __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& 
   if (self == 1) sm90::arrive_threads(kTurn, CONSUMERS * WARPGROUP);  // the first group begins
   if (count <= 0) return;
   float const scale_log2 = p.softmax_scale * 1.44269504088896341f;
-  Ring<Q_STAGES> queries;
+  sm90::Ring<Q_STAGES> queries;
   float s[64], out[64];
   uint32_t weights[32];
   RowSums rows;
@@ -453,10 +445,8 @@ cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round
   status = cudaFuncSetAttribute(sparse_prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 sizeof(Shared));
   if (status != cudaSuccess) return status;
-  int device = 0, processors = 0;
-  status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  status = count_processors(processors);
   if (status != cudaSuccess) return status;
   return launch_behind(sparse_prefill_kernel, processors, THREADS, sizeof(Shared), stream, p, round,
                        q_map, kv_map, sizes);
@@ -465,14 +455,7 @@ cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round
 }  // namespace
 
 bool has_sm90_sparse_prefill() {
-  int device = 0, major = 0, minor = 0;
-  cudaFuncAttributes compiled;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-         major == 9 && minor == 0 &&
-         cudaFuncGetAttributes(&compiled, sparse_prefill_kernel) == cudaSuccess &&
-         compiled.ptxVersion == 90;
+  return runs_sm90(sparse_prefill_kernel);
 }
 
 cudaError_t launch_sm90_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,

@@ -5,6 +5,7 @@
 #include "kernels/mma_sync.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/smxx_decode_select.h"
+#include "kernels/this_device.h"
 #include "kernels/top_blocks.cuh"
 #include "kernels/vectors.cuh"
 
@@ -387,11 +388,9 @@ struct Device {
 };
 
 cudaError_t read_device(Device& device) {
-  int id = 0;
-  if (auto const error = cudaGetDevice(&id); error != cudaSuccess) return error;
-  auto const error = cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, id);
+  cudaError_t const error = count_processors(device.processors);
   if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  return read_attribute(device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
 // Both kernels run under the same division of L1: changing it would empty the processors first.
@@ -467,7 +466,8 @@ cudaError_t launch_decode_select(BlockSelectParams const& p, void* workspace, cu
   if (p.num_decode_requests == 0 || p.decode_length == 0) return cudaSuccess;
   if (p.num_index_heads > kMaxIndexHeads || p.decode_length > kMaxDecodeLength ||
       p.top_k > kMaxTopK || p.type != Type::kBfloat16 || p.local_blocks < 1 ||
-      p.init_blocks + p.local_blocks > p.top_k) {
+      p.init_blocks + p.local_blocks > p.top_k || p.num_decode_requests > p.tokens.num_requests ||
+      p.num_decode_requests * p.decode_length > p.tokens.num_tokens) {
     return cudaErrorInvalidValue;
   }
   Device device{};

@@ -1,41 +1,25 @@
 #include <algorithm>
 
-#include "kernels/numeric.cuh"
+#include "kernels/carver.h"
 #include "kernels/smxx_moe.h"
 #include "kernels/smxx_moe_stages.h"
 
 namespace m3::kernels {
 namespace {
 
-// Lays the regions out one after another, 256-byte aligned; with a null base it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  void take(T*& pointer, int64_t bytes) {
-    pointer = reinterpret_cast<T*>(base_ + used_);
-    used_ += static_cast<size_t>(ceil_div(bytes, 256)) * 256;
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_ = 0;
-};
-
 size_t carve(MoeParams const& p, void* base, MoeWorkspace& ws) {
   int64_t const pairs = p.tokens * p.top_k;
   int64_t const element = p.type == Type::kFloat32 ? 4 : 2;
   Carver carver(base);
-  carver.take(ws.expert_ids, pairs * 4);
-  carver.take(ws.expert_weights, pairs * 4);
-  carver.take(ws.sorted_pairs, pairs * 4);
-  carver.take(ws.expert_begin, (p.experts + 1) * 4);
-  carver.take(ws.tiles, moe_max_tiles(p) * int64_t{sizeof(MoeTile)});
-  carver.take(ws.activations, pairs * p.width * element);
-  carver.take(ws.pair_outputs, pairs * p.hidden * 4);
-  carver.take(ws.shared_activations, p.tokens * p.shared_width * element);
-  carver.take(ws.shared_outputs, p.tokens * p.hidden * 4);
+  carver.take(ws.expert_ids, pairs);
+  carver.take(ws.expert_weights, pairs);
+  carver.take(ws.sorted_pairs, pairs);
+  carver.take(ws.expert_begin, p.experts + 1);
+  carver.take(ws.tiles, moe_max_tiles(p));
+  carver.take_bytes(ws.activations, pairs * p.width * element);
+  carver.take(ws.pair_outputs, pairs * p.hidden);
+  carver.take_bytes(ws.shared_activations, p.tokens * p.shared_width * element);
+  carver.take(ws.shared_outputs, p.tokens * p.hidden);
   return carver.used();
 }
 

@@ -2,6 +2,7 @@
 
 #include "kernels/paged_decode_attend.cuh"
 #include "kernels/smxx_selected_decode.h"
+#include "kernels/this_device.h"
 
 namespace m3::kernels {
 namespace {
@@ -192,10 +193,8 @@ cudaError_t launch_shares(PagedDecodeParams const& p, int group_tokens, void* me
                           cudaStream_t stream) {
   using S = Shape<Cache, kRowWarps>;
   constexpr size_t SHARED = MAX_STAGES * STAGE_BYTES + sizeof(DecodeShared<kRowWarps>);
-  int device = 0, processors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  cudaError_t status = count_processors(processors);
   if (status != cudaSuccess) return status;
   auto* const kernel = decode_kernel<Cache, kRowWarps, kSelected, kBulk>;
   status = allow_shared(kernel, SHARED);
@@ -280,10 +279,20 @@ size_t paged_decode_workspace(int32_t num_heads, int32_t num_kv_heads, int32_t q
   return MAX_BLOCKS * (2 * rows * (kHeadSize * sizeof(float) + sizeof(float2)) + sizeof(Split));
 }
 
+bool has_paged_decode() {
+  constexpr size_t SHARED = MAX_STAGES * STAGE_BYTES + sizeof(DecodeShared<4>);
+  static_assert(sizeof(DecodeShared<4>) >= sizeof(DecodeShared<1>), "the largest of the kernels'");
+  int most = 0;
+  return read_attribute(most, cudaDevAttrMaxSharedMemoryPerBlockOptin) == cudaSuccess &&
+         most >= static_cast<int>(SHARED);
+}
+
 cudaError_t launch_paged_decode(PagedDecodeParams const& p, void* workspace, cudaStream_t stream) {
   if (p.num_decode == 0 || p.q_len == 0) return cudaSuccess;
   if (p.num_heads % p.num_kv_heads != 0 || p.num_heads > kMaxGroup * p.num_kv_heads ||
-      p.q_len > kMaxDecodeLength || p.top_k > kMaxSelectedBlocks) {
+      p.q_len > kMaxDecodeLength || p.num_decode > p.tokens.num_requests ||
+      p.num_decode * p.q_len > p.tokens.num_tokens || p.top_k > kMaxSelectedBlocks ||
+      (p.block_ids == nullptr) != (p.top_k == 0)) {
     return cudaErrorInvalidValue;
   }
   switch (p.view.type) {

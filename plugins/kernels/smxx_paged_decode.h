@@ -47,9 +47,14 @@ constexpr int kMaxSelectedBlocks = 32;
 size_t paged_decode_workspace(int32_t num_heads, int32_t num_kv_heads, int32_t q_len,
                               bool has_block_ids);
 
-// Causal attention of the decode rows. Nothing depends on sequence_length at the launch. A context
-// is split over the whole GPU on the device. A selection is split, from sm_90 on, over a cluster
-// whose size follows from the number of decode rows and KV heads.
+// Whether this GPU has the shared memory that the kernels take: 227 KB as from sm_90 on in data
+// centres, not 163 KB or 99 KB.
+bool has_paged_decode();
+
+// Causal attention of the decode rows, on a GPU that has_paged_decode. Nothing depends on
+// sequence_length at the launch. A context is split over the whole GPU on the device. A selection
+// is split, from sm_90 on, over a cluster whose size follows from the number of decode rows and KV
+// heads.
 cudaError_t launch_paged_decode(PagedDecodeParams const& p, void* workspace, cudaStream_t stream);
 
 }  // namespace m3::kernels

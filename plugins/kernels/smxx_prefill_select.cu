@@ -1,6 +1,7 @@
 #include "kernels/mma_sync.cuh"
 #include "kernels/prefill_select_tiles.cuh"
 #include "kernels/programmatic_launch.cuh"
+#include "kernels/this_device.h"
 #include "kernels/vectors.cuh"
 
 namespace m3::kernels {
@@ -161,12 +162,10 @@ __global__ void __launch_bounds__(THREADS)
 
 template <class C>
 cudaError_t launch(BlockSelectParams const& p, void* workspace, cudaStream_t stream) {
-  int device = 0, processors = 0, blocks = 0;
+  int processors = 0, blocks = 0;
   constexpr size_t bytes = sizeof(SelectShared<C>);
   static_assert(bytes <= 48 << 10, "more would have to be asked for");
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  cudaError_t status = count_processors(processors);
   if (status != cudaSuccess) return status;
   status =
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, score_pages_kernel<C>, THREADS, bytes);

@@ -3,6 +3,7 @@
 #include "kernels/cluster.cuh"
 #include "kernels/paged_decode_attend.cuh"
 #include "kernels/smxx_selected_decode.h"
+#include "kernels/this_device.h"
 
 namespace m3::kernels {
 namespace {
@@ -196,22 +197,15 @@ cudaError_t launch(PagedDecodeParams const& p, int processors, cudaStream_t stre
 }  // namespace
 
 cudaError_t has_clusters(bool& result) {
-  int device = 0, major = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (status != cudaSuccess) return status;
-  cudaFuncAttributes compiled;
-  status = cudaFuncGetAttributes(&compiled, selected_decode_kernel<Bf16, true>);
-  result = major >= 9 && compiled.ptxVersion >= 90;
+  int major = 0;
+  cudaError_t const status = read_attribute(major, cudaDevAttrComputeCapabilityMajor);
+  result = major >= 9 && compiled_version(selected_decode_kernel<Bf16, true>) >= 90;
   return status;
 }
 
 cudaError_t launch_selected_decode(PagedDecodeParams const& p, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  cudaError_t status = count_processors(processors);
   if (status != cudaSuccess) return status;
   return p.view.type == Type::kBfloat16 ? launch<Bf16>(p, processors, stream)
                                         : launch<E4m3>(p, processors, stream);

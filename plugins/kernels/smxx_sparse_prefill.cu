@@ -4,6 +4,7 @@
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sparse_prefill_items.cuh"
+#include "kernels/this_device.h"
 
 // Thread blocks share the tiles of a round equally, in the order of the KV blocks, and keep a KV
 // block in shared memory while their warps go through its tiles, half a tile each.
@@ -292,10 +293,8 @@ cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (status != cudaSuccess) return status;
-  int device = 0, processors = 0, blocks = 0;
-  status = cudaGetDevice(&device);
-  if (status != cudaSuccess) return status;
-  status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0, blocks = 0;
+  status = count_processors(processors);
   if (status != cudaSuccess) return status;
   status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, THREADS, sizeof(Shared));
   if (status != cudaSuccess) return status;

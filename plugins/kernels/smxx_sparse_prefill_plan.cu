@@ -19,7 +19,7 @@ int64_t partial_bytes(int64_t tokens, int64_t heads, int32_t group, int32_t top_
 bool takes_sparse_prefill(int32_t num_heads, int32_t num_kv_heads, int32_t num_requests,
                           int32_t top_k) {
   return (num_heads == 8 * num_kv_heads || num_heads == 16 * num_kv_heads) &&
-         num_requests <= kMaxPrefillRequests && top_k <= kMaxTopK;
+         num_requests <= kMaxPrefillRequests && top_k >= 1 && top_k <= kMaxTopK;
 }
 
 SparsePrefillRounds sparse_prefill_rounds(int32_t num_tokens, int32_t num_heads,
@@ -36,8 +36,9 @@ size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t n
                                 int32_t num_requests, int32_t max_pages, int32_t top_k) {
   int32_t const group = num_heads / num_kv_heads;
   int32_t const tokens = sparse_prefill_rounds(num_tokens, num_heads, num_kv_heads, top_k).tokens;
+  int32_t const requests = std::min(num_requests, kMaxPrefillRequests);  // more are not taken
   char* memory = nullptr;
-  place_inverted_blocks(memory, tokens, num_kv_heads, num_requests, max_pages, top_k);
+  place_inverted_blocks(memory, tokens, num_kv_heads, requests, max_pages, top_k);
   return reinterpret_cast<uintptr_t>(memory) + 2 * ALIGNMENT +
          int64_t{num_heads} * tokens * top_k * sizeof(float) +
          std::min(PARTIAL_BYTES, partial_bytes(num_tokens, num_kv_heads, group, top_k));

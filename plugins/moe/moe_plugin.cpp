@@ -4,6 +4,7 @@
 
 #include "common/creator.h"
 #include "kernels/sm90_moe.h"
+#include "kernels/this_device.h"
 
 namespace m3 {
 
@@ -24,19 +25,9 @@ struct Launcher {
   int64_t slab_tokens;
 };
 
-[[maybe_unused]] bool device_is_sm90() {
-  int device = 0;
-  int major = 0;
-  int minor = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-         major == 9 && minor == 0;
-}
-
 Launcher choose_launcher([[maybe_unused]] kernels::MoeParams const& p) {
 #ifdef M3_SM90
-  static bool const sm90 = device_is_sm90();  // a process has GPUs of one kind
+  static bool const sm90 = kernels::is_sm90();  // a process has GPUs of one kind
   if (sm90 && kernels::sm90_moe_supports(p)) {
     return {kernels::launch_sm90_moe, kernels::kSm90MoeSlabTokens};
   }

@@ -17,15 +17,10 @@ enum Input : int32_t {
   kKvScale,
 };
 
-// Whether the split kernel serves the decode rows.
-bool splits_decode(nvinfer1::DataType q, nvinfer1::DataType kv_cache) {
-  return q == nvinfer1::DataType::kBF16 &&
-         (kv_cache == nvinfer1::DataType::kBF16 || kv_cache == nvinfer1::DataType::kFP8);
-}
-
 cudaError_t launch_prefill(kernels::PagedPrefillParams const& p, cudaStream_t stream) {
 #ifdef M3_SM90
-  if (kernels::has_sm90_paged_prefill(p.num_heads, p.num_kv_heads)) {
+  // TMA describes no empty cache.
+  if (p.num_pages > 0 && kernels::has_sm90_paged_prefill(p.num_heads, p.num_kv_heads)) {
     return kernels::launch_sm90_paged_prefill(p, stream);
   }
 #endif
@@ -81,8 +76,9 @@ void PagedAttentionPlugin::enqueue_step(Step const& step) const {
   p.num_kv_heads = static_cast<int32_t>(step.in[kKvCache].dims.d[3]);
   p.softmax_scale = attributes().softmax_scale;
   p.type = kernel_type(step.in[kQ].type);
-  if (splits_decode(step.in[kQ].type, cache_type)) {
-    RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
+  RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
+  bool const split = splits_decode(step.in[kQ].type, cache_type) && kernels::has_paged_decode();
+  if (split) {
     p.num_rows = rows.context_tokens;
     kernels::PagedDecodeParams decode{};
     decode.tokens = p.tokens;
@@ -96,9 +92,12 @@ void PagedAttentionPlugin::enqueue_step(Step const& step) const {
     decode.q_len = rows.q_len;
     decode.softmax_scale = p.softmax_scale;
     check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
-    if (cache_type == nvinfer1::DataType::kBF16) return enqueue_prefill(step, p, rows);
   }
-  check_launch(kernels::launch_paged_attention(p, step.stream), "paged_attention");
+  if ((split || rows.num_decode == 0) && cache_type == nvinfer1::DataType::kBF16) {
+    enqueue_prefill(step, p, rows);
+  } else {
+    check_launch(kernels::launch_paged_attention(p, step.stream), "paged_attention");
+  }
 }
 
 void PagedAttentionPlugin::enqueue_prefill(Step const& step, kernels::PagedAttentionParams const& p,

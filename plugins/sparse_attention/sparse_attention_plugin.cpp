@@ -23,10 +23,8 @@ enum Input : int32_t {
   kKvScale,
 };
 
-// Whether the split kernel serves the decode rows.
 bool splits_decode(nvinfer1::DataType q, nvinfer1::DataType kv_cache, Dims const& block_ids) {
-  return q == nvinfer1::DataType::kBF16 &&
-         (kv_cache == nvinfer1::DataType::kBF16 || kv_cache == nvinfer1::DataType::kFP8) &&
+  return m3::splits_decode(q, kv_cache) && block_ids.d[2] >= 1 &&
          block_ids.d[2] <= kernels::kMaxSelectedBlocks;
 }
 
@@ -44,7 +42,8 @@ cudaError_t launch_prefill(kernels::SparsePrefillParams const& p, void* workspac
   kernels::SparsePrefillRounds const rounds =
       kernels::sparse_prefill_rounds(p.num_tokens, p.num_heads, p.num_kv_heads, p.top_k);
 #ifdef M3_SM90
-  if (p.kv_scale == nullptr && kernels::has_sm90_sparse_prefill()) {
+  // TMA describes no empty cache.
+  if (p.kv_scale == nullptr && p.num_pages > 0 && kernels::has_sm90_sparse_prefill()) {
     return kernels::launch_sm90_sparse_prefill(p, rounds, workspace, stream);
   }
 #endif
@@ -95,7 +94,8 @@ size_t SparseAttentionPlugin::workspace_bytes(Shapes const& largest) const {
   if (splits_decode(largest.in_types[kQ], largest.in_types[kKvCache], block_ids)) {
     bytes = kernels::paged_decode_workspace(heads, num_kv_heads, 1, true);
   }
-  if (inverts_blocks(largest.in_types[kQ], q, largest.in[kKvCache], block_ids, table.d[0])) {
+  // Too many requests of the largest step do not keep a smaller one from it.
+  if (inverts_blocks(largest.in_types[kQ], q, largest.in[kKvCache], block_ids, 0)) {
     bytes = std::max(bytes, kernels::sparse_prefill_workspace(
                                 static_cast<int32_t>(q.d[0]), heads, num_kv_heads,
                                 static_cast<int32_t>(table.d[0]), static_cast<int32_t>(table.d[1]),
@@ -121,7 +121,8 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   p.type = kernel_type(step.in[kQ].type);
   RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
   bool const split =
-      splits_decode(step.in[kQ].type, step.in[kKvCache].type, step.in[kBlockIds].dims);
+      splits_decode(step.in[kQ].type, step.in[kKvCache].type, step.in[kBlockIds].dims) &&
+      kernels::has_paged_decode();
   if (split) {
     p.num_rows = rows.context_tokens;
     kernels::PagedDecodeParams decode{};

@@ -2,8 +2,11 @@
 // second plugin from those as a runtime does, and prints what the second one would write.
 //
 //   m3_field_round_trip LIBRARY OP NAME=TYPE:VALUE...      TYPE: i (int32), f (float32), s (string)
+//   m3_field_round_trip LIBRARY OP NAME=TYPE:VALUE... --inputs TYPE:DIMxDIM... ...
+//                                                          TYPE: bf16, f32, e4m3, i32
 //
-// One line "NAME=TYPE:VALUE" per field on stdout; exit code 1 when a step fails.
+// One line "NAME=TYPE:VALUE" per field on stdout; with inputs of a profile's largest shapes instead
+// the bytes of workspace that the plugin asks for. Exit code 1 when a step fails.
 #include <NvInferRuntime.h>
 #include <dlfcn.h>
 
@@ -69,6 +72,31 @@ void print(PluginField const& field) {
   }
 }
 
+DynamicPluginTensorDesc input(std::string const& argument) {
+  size_t const colon = argument.find(':');
+  std::string const type = argument.substr(0, colon);
+  DynamicPluginTensorDesc tensor{};
+  tensor.desc.type = type == "bf16"   ? DataType::kBF16
+                     : type == "f32"  ? DataType::kFLOAT
+                     : type == "e4m3" ? DataType::kFP8
+                                      : DataType::kINT32;
+  for (size_t at = colon; at != std::string::npos; at = argument.find('x', at + 1)) {
+    tensor.max.d[tensor.max.nbDims++] = std::atoll(argument.c_str() + at + 1);
+  }
+  tensor.desc.dims = tensor.min = tensor.opt = tensor.max;
+  return tensor;
+}
+
+size_t workspace_bytes(IPluginV3* plugin, int count, char** arguments) {
+  std::vector<DynamicPluginTensorDesc> inputs;
+  for (int i = 0; i < count; ++i) inputs.push_back(input(arguments[i]));
+  auto* build = static_cast<IPluginV3OneBuildV2*>(
+      plugin->getCapabilityInterface(PluginCapabilityType::kBUILD));
+  DynamicPluginTensorDesc const output{};
+  if (build->configurePlugin(inputs.data(), count, &output, 1) != 0) fail("shapes are refused");
+  return build->getWorkspaceSize(inputs.data(), count, &output, 1);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -87,8 +115,10 @@ int main(int argc, char** argv) {
   }
   if (creator == nullptr) fail("the library has no such op");
 
+  int end = 3;  // of the fields
+  while (end < argc && std::strcmp(argv[end], "--inputs") != 0) ++end;
   std::deque<Value> values;
-  auto const fields = parse(argc - 3, argv + 3, values);
+  auto const fields = parse(end - 3, argv + 3, values);
   PluginFieldCollection const given{static_cast<int32_t>(fields.size()), fields.data()};
   IPluginV3* first = creator->createPlugin("layer", &given, TensorRTPhase::kBUILD);
   if (first == nullptr) fail("the plugin was not created from its attributes");
@@ -98,6 +128,11 @@ int main(int argc, char** argv) {
   IPluginV3* second = creator->createPlugin("layer", serialised(clone), TensorRTPhase::kRUNTIME);
   delete clone;
   if (second == nullptr) fail("the plugin was not created from its serialised fields");
+  if (end < argc) {
+    std::printf("%zu\n", workspace_bytes(second, argc - end - 1, argv + end + 1));
+    delete second;
+    return 0;
+  }
   PluginFieldCollection const* written = serialised(second);
   for (int32_t i = 0; i < written->nbFields; ++i) print(written->fields[i]);
   delete second;

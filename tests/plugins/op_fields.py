@@ -56,3 +56,10 @@ REFUSED: list[tuple[str, str, Value]] = [
     ("M3AllGather", "group_size", 0),
 ]
 """Op, field, value."""
+
+LETTERS = {int: "i", float: "f", str: "s"}
+
+
+def spelled(fields: dict[str, Value]) -> list[str]:
+    """NAME=TYPE:VALUE of each, as field_round_trip.cpp takes them."""
+    return [f"{name}={LETTERS[type(value)]}:{value}" for name, value in fields.items()]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from op_fields import OPS, REFUSED, Value
+from op_fields import LETTERS, OPS, REFUSED, Value, spelled
 
 pytestmark = pytest.mark.smoke
 
@@ -108,17 +108,17 @@ def test_refuses_wrong_values(created: dict[str, Any]) -> None:
 def test_fields_survive_serialisation(
     op: str, plugin_library: Path, field_round_trip: Path
 ) -> None:
-    letters = {int: "i", float: "f", str: "s"}
-    given = [f"{name}={letters[type(value)]}:{value}" for name, value in OPS[op].items()]
     done = subprocess.run(
-        [str(field_round_trip), str(plugin_library), op, *given], capture_output=True, text=True
+        [str(field_round_trip), str(plugin_library), op, *spelled(OPS[op])],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     written = dict(line.split("=", 1) for line in done.stdout.splitlines())
     assert list(written) == list(OPS[op])
     for name, value in OPS[op].items():
         letter, _, text = written[name].partition(":")
-        assert letter == letters[type(value)]
+        assert letter == LETTERS[type(value)]
         assert (
             type(value)(text) == pytest.approx(value, rel=1e-6)
             if letter == "f"
