@@ -23,9 +23,9 @@ L2_BYTES = 60e6
 KERNELS = (
     ("AllReduce", r"nccl\w*AllReduce"),
     ("AllGather", r"nccl\w*AllGather|interleave_ranks"),
+    ("SparseAttention", r"sparse_attention|selected_decode|SparsePrefill|Invert|MergeParams"),
     ("PagedAttention", r"paged_attention|PagedDecode|PagedPrefill"),
-    ("SparseAttention", r"sparse_attention"),
-    ("BlockSelect", r"score_blocks|select_blocks|block_select"),
+    ("BlockSelect", r"BlockSelect"),
     ("CacheUpdate", r"cache_update"),
     ("AddRmsNorm", r"add_rms_norm"),
     ("Embedding", r"m3.*embedding_kernel"),

@@ -42,16 +42,19 @@ READ_TBS, COPY_TBS, BF16_TFLOPS = 4.69, 4.2, 703.0
 """Ceilings measured on an H200: reading, copying (bytes both ways), sustained bf16 products."""
 
 
+PACKED_FIELDS: list[tuple[str, Any]] = [
+    *((name, ctypes.c_void_p) for name in ("cu_query_lens", "sequence_length", "table")),
+    *((name, ctypes.c_int32) for name in ("num_requests", "num_tokens", "max_pages")),
+]
+"""With which every C step begins; Batch.packed has their values."""
+
+
 class CStep(ctypes.Structure):
     """`Step` of attention_kernels.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("cu_query_lens", "sequence_length", "table")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_requests", "num_tokens", "max_pages", "num_decode", "q_len")
-        ),
-        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads")),
+        *PACKED_FIELDS,
+        *((name, ctypes.c_int32) for name in ("num_decode", "q_len", "num_heads", "num_kv_heads")),
         ("softmax_scale", ctypes.c_float),
     ]
 
@@ -61,7 +64,7 @@ def load(library: Path = LIBRARY) -> ctypes.CDLL:
     return compile_library(library, SOURCES)
 
 
-def compile_library(library: Path, sources: Sequence[Path]) -> ctypes.CDLL:
+def compile_library(library: Path, sources: Sequence[Path], *more: str) -> ctypes.CDLL:
     """A library, all its sources compiled at once for this GPU when one is newer.
 
     Raises:
@@ -74,7 +77,7 @@ def compile_library(library: Path, sources: Sequence[Path]) -> ctypes.CDLL:
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     major, minor = torch.cuda.get_device_capability()
     name = f"{major}{minor}" + ("a" if major >= 9 else "")
-    flags = ["-std=c++17", "-Xcompiler=-fPIC", f"-I{ROOT / 'plugins'}"]
+    flags = ["-std=c++17", "-Xcompiler=-fPIC", f"-I{ROOT / 'plugins'}", *more]
     flags += [f"-gencode=arch=compute_{name},code=sm_{name}"]
     library.parent.mkdir(exist_ok=True)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -88,8 +91,19 @@ def compile_library(library: Path, sources: Sequence[Path]) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def has_wgmma() -> bool:
+    """Whether this GPU runs the sm90_* kernels: those of other capabilities do not."""
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
 def check(status: int) -> None:
     assert status == 0, f"the launch failed with CUDA error {status}"
+
+
+def size_of(function: Any, *arguments: Any) -> int:
+    """What a C function of type int64_t returns."""
+    function.restype = ctypes.c_int64
+    return int(function(*arguments))
 
 
 def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
@@ -149,20 +163,14 @@ class Batch:
             total,
         )
 
+    def packed(self) -> tuple[int, ...]:
+        """The values of PACKED_FIELDS; the batch must live as long as they."""
+        tensors = (self.cu_query_lens, self.sequence_length, self.table)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        return (*pointers, len(self.sequence_length), self.num_tokens, self.table.shape[1])
+
     def as_c(self, heads: int, kv_heads: int, scale: float = HEAD**-0.5) -> CStep:
-        return CStep(
-            self.cu_query_lens.data_ptr(),
-            self.sequence_length.data_ptr(),
-            self.table.data_ptr(),
-            len(self.sequence_length),
-            self.num_tokens,
-            self.table.shape[1],
-            self.num_decode,
-            self.q_len,
-            heads,
-            kv_heads,
-            scale,
-        )
+        return CStep(*self.packed(), self.num_decode, self.q_len, heads, kv_heads, scale)
 
 
 def decode(
@@ -181,9 +189,8 @@ def decode(
         poison: the byte that the workspace is full of.
     """
     step = batch.as_c(q.shape[1], kv_cache.shape[3])
-    size = library.m3_bench_decode_workspace
-    size.restype = ctypes.c_int64
-    bytes_needed = size(ctypes.byref(step), int(block_ids is not None))
+    selected = int(block_ids is not None)
+    bytes_needed = size_of(library.m3_bench_decode_workspace, ctypes.byref(step), selected)
     workspace = torch.full((bytes_needed,), poison, dtype=torch.uint8, device="cuda")
     out = torch.full((q.shape[0], q.shape[1] * HEAD), torch.nan, dtype=q.dtype, device="cuda")
     top_k = 0 if block_ids is None else block_ids.shape[2]
@@ -249,9 +256,7 @@ def sparse_prefill(
     """
     step = batch.as_c(q.shape[1], kv_cache.shape[3])
     top_k = block_ids.shape[2]
-    size = library.m3_bench_sparse_prefill_workspace
-    size.restype = ctypes.c_int64
-    count = size(ctypes.byref(step), top_k)
+    count = size_of(library.m3_bench_sparse_prefill_workspace, ctypes.byref(step), top_k)
     workspace = torch.full((count,), 255, dtype=torch.uint8, device="cuda")
     out = torch.full((q.shape[0], q.shape[1] * HEAD), torch.nan, dtype=q.dtype, device="cuda")
 

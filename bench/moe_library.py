@@ -6,19 +6,14 @@ For the bench and for kernel work on a machine with a GPU, torch and nvcc.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from m3trt.bench import kernel_library as kernels
+from m3trt.bench.kernel_library import KERNELS, ROOT
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ROOT / "plugins" / "kernels"
-OUT = ROOT / "out" / "moe_kernels"
-LIBRARY = OUT / "moe_kernels.so"
+LIBRARY = ROOT / "out" / "moe_kernels.so"
 MAX_PARTS = 8
 TOP_K, SCALE, ALPHA, LIMIT = 4, 2.0, 1.702, 7.0
 
@@ -39,31 +34,12 @@ class Params(ctypes.Structure):
     ]
 
 
-def compile_library() -> Path:
-    """Compile the kernels for sm_90a when a source is newer.
-
-    Raises:
-        FileNotFoundError: there is no nvcc.
-        subprocess.CalledProcessError: nvcc failed.
-    """
-    sources = [Path(__file__).with_name("moe_kernels.cu"), *KERNELS.glob("*moe*.cu")]
-    newest = max(path.stat().st_mtime for path in [*sources, *KERNELS.glob("*.*h")])
-    if LIBRARY.exists() and LIBRARY.stat().st_mtime >= newest:
-        return LIBRARY
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    OUT.mkdir(parents=True, exist_ok=True)
-    target = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xcompiler=-fPIC"]
-
-    def compile_one(source: Path) -> str:
-        result = OUT / f"{source.stem}.o"
-        command = [nvcc, *target, f"-I{ROOT / 'plugins'}", "-c", str(source), "-o", str(result)]
-        subprocess.run(command, check=True)
-        return str(result)
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, sources))
-    subprocess.run([nvcc, "-shared", "-o", str(LIBRARY), *objects], check=True)
-    return LIBRARY
+def compile_library() -> ctypes.CDLL:
+    """The kernels that M3MoE chooses on this GPU; see kernel_library.compile_library."""
+    bench = ROOT / "bench" / "moe_kernels.cu"
+    if kernels.has_wgmma():
+        return kernels.compile_library(LIBRARY, [bench, *KERNELS.glob("*moe*.cu")], "-DM3_SM90")
+    return kernels.compile_library(LIBRARY, [bench, *KERNELS.glob("smxx_moe*.cu")])
 
 
 @dataclass
@@ -112,13 +88,12 @@ class Experts:
 
 
 class MoeLibrary:
-    """The kernels; `sm90` chooses between those for Hopper and the portable ones."""
+    """The kernels of compile_library."""
 
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        self._library.m3_bench_params_bytes.restype = ctypes.c_int64
-        self._library.m3_bench_moe_workspace.restype = ctypes.c_int64
-        if (found := self._library.m3_bench_params_bytes()) != ctypes.sizeof(Params):
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        found = kernels.size_of(library.m3_bench_params_bytes)
+        if found != ctypes.sizeof(Params):
             raise RuntimeError(f"MoeParams has {found} bytes, here {ctypes.sizeof(Params)}")
 
     @staticmethod
@@ -136,14 +111,14 @@ class MoeLibrary:
         p.type = 1  # Type::kBfloat16
         return p
 
-    def workspace(self, p: Params, sm90: bool = True) -> Tensor:
-        size = self._library.m3_bench_moe_workspace(ctypes.byref(p), int(sm90))
+    def workspace(self, p: Params) -> Tensor:
+        size = kernels.size_of(self._library.m3_bench_moe_workspace, ctypes.byref(p))
         return torch.empty(size, dtype=torch.uint8, device="cuda")
 
-    def run(self, p: Params, workspace: Tensor, sm90: bool = True) -> None:
+    def run(self, p: Params, workspace: Tensor) -> None:
         """On torch's current stream."""
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointer = ctypes.c_void_p(workspace.data_ptr())
-        status = self._library.m3_bench_moe(ctypes.byref(p), pointer, stream, int(sm90))
+        status = self._library.m3_bench_moe(ctypes.byref(p), pointer, stream)
         if status != 0:
             raise RuntimeError(f"the launch failed with CUDA error {status}")

@@ -28,21 +28,20 @@ class CInvertStep(ctypes.Structure):
     """`InvertStep` of invert_kernels.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("cu_query_lens", "sequence_length", "table")),
-        *((name, ctypes.c_int32) for name in ("num_requests", "num_tokens", "max_pages")),
+        *kernels.PACKED_FIELDS,
         *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "top_k")),
     ]
 
 
 class Ours:
-    """The fast paths; `wgmma` picks them for prefill."""
+    """The fast paths of this GPU."""
 
     name = "ours"
 
-    def __init__(self, wgmma: bool = True) -> None:
+    def __init__(self) -> None:
         self.attention, self.selection = kernels.load(), select_library.load()
         self.inversion = kernels.compile_library(INVERT_LIBRARY, INVERT_SOURCES)
-        self.wgmma = wgmma
+        self.wgmma = kernels.has_wgmma()
 
     def retune(self) -> None:
         """Nothing is tuned at run time."""
@@ -78,14 +77,9 @@ class Ours:
     def invert(self, s: Step, ids: Tensor) -> Callable[[], None]:
         """The queries of each block, the first part of `attend`."""
         batch = s.batch
-        step = CInvertStep(
-            *(batch.cu_query_lens.data_ptr(), batch.sequence_length.data_ptr()),
-            *(batch.table.data_ptr(), len(s.counts), len(s.q), batch.table.shape[1]),
-            *(s.q.shape[1], s.kv_heads, TOP_K),
-        )
-        size = self.inversion.m3_bench_invert_workspace
-        size.restype = ctypes.c_int64
-        workspace = torch.empty(size(ctypes.byref(step)), dtype=torch.uint8, device="cuda")
+        step = CInvertStep(*batch.packed(), s.q.shape[1], s.kv_heads, TOP_K)
+        needed = kernels.size_of(self.inversion.m3_bench_invert_workspace, ctypes.byref(step))
+        workspace = torch.empty(needed, dtype=torch.uint8, device="cuda")
 
         def call() -> None:
             assert batch.num_tokens == len(s.q)  # and the batch lives as long as the call

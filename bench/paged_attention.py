@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from m3trt.bench import kernel_library as kernels
 from m3trt.bench.kernel_library import BF16_TFLOPS, BLOCK, HEAD, READ_TBS, Batch
+from m3trt.bench.needs import require_gpus
 
 ROTATED_BYTES = 300e6
 DENSE_DECODE = (
@@ -107,7 +108,7 @@ def prefill_case(
     kv, q = pool(batch.num_pages, kv_heads), queries(batch, heads)
     products = 4 * HEAD * heads * (new * prefix + new * (new + 1) / 2)
     baselines = sdpa_seconds(new, heads) if prefix == 0 else {}
-    for wgmma in (True, False):
+    for wgmma in (True, False) if kernels.has_wgmma() else (False,):
         call = kernels.prefill(library, batch, q, kv, wgmma)
         for token in (0, new // 2, new - 1):
             check(call(), batch, q, kv, token)
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m m3trt.bench.paged_attention", description="Time the attention kernels."
     )
     parser.parse_args(argv)
+    require_gpus(parser)
     library = kernels.load()
     for prefill in PREFILL:
         prefill_case(library, *prefill)

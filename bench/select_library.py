@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from m3trt.bench.kernel_library import (
     KERNELS,
+    PACKED_FIELDS,
     ROOT,
     Batch,
     check,
     compile_library,
     pointer,
+    size_of,
     stream,
 )
 
@@ -33,15 +35,9 @@ class CSelectStep(ctypes.Structure):
     """`SelectStep` of select_kernels.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("cu_query_lens", "sequence_length", "table")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_requests", "num_tokens", "max_pages", "num_decode", "q_len")
-        ),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_index_heads", "top_k", "init_blocks", "local_blocks", "num_pages")
-        ),
+        *PACKED_FIELDS,
+        *((name, ctypes.c_int32) for name in ("num_decode", "q_len", "num_index_heads", "top_k")),
+        *((name, ctypes.c_int32) for name in ("init_blocks", "local_blocks", "num_pages")),
     ]
 
 
@@ -68,12 +64,7 @@ def c_step(
     batch: Batch, index_q: torch.Tensor, index_cache: torch.Tensor, rule: Rule
 ) -> CSelectStep:
     return CSelectStep(
-        batch.cu_query_lens.data_ptr(),
-        batch.sequence_length.data_ptr(),
-        batch.table.data_ptr(),
-        len(batch.sequence_length),
-        batch.num_tokens,
-        batch.table.shape[1],
+        *batch.packed(),
         batch.num_decode,
         batch.q_len,
         index_q.shape[1],
@@ -103,9 +94,8 @@ def select(
     step = c_step(batch, index_q, index_cache, rule)
     launch = getattr(library, f"m3_bench_{kernel}")
     if workspace is None:
-        size = getattr(library, f"m3_bench_{kernel}_workspace")
-        size.restype = ctypes.c_int64
-        workspace = torch.empty(size(ctypes.byref(step)), dtype=torch.uint8, device="cuda")
+        needed = size_of(getattr(library, f"m3_bench_{kernel}_workspace"), ctypes.byref(step))
+        workspace = torch.empty(needed, dtype=torch.uint8, device="cuda")
     shape = (index_q.shape[1], batch.num_tokens, rule.top_k)
     ids = torch.full(shape, 0x7B7B7B7B, dtype=torch.int32, device="cuda")
 

@@ -85,6 +85,13 @@ def test_floors_of_one_decode_step():
 
 def test_kernels_belong_to_ops():
     assert op_of("void m3::kernels::paged_attention_kernel<float>()") == "PagedAttention"
+    selected = (
+        "m3::kernels::selected_decode_kernel<__nv_bfloat16, true>(PagedDecodeParams, BulkMaps)"
+    )
+    assert op_of(selected) == "SparseAttention"
+    assert op_of("m3::kernels::merge_kernel(PagedDecodeParams, int, Workspace)") == "PagedAttention"
+    assert op_of("m3::kernels::select_top_kernel(BlockSelectParams, SelectRound)") == "BlockSelect"
+    assert op_of("m3::kernels::fill_kernel(InvertParams, InvertedBlocks, int)") == "SparseAttention"
     assert op_of("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT") == "Gemm"
     assert op_of("__myl_CasMulMeaAddSqr") == "TensorRT"
 
