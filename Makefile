@@ -28,7 +28,8 @@ export OPENBLAS_NUM_THREADS ?= 1
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup plugins build tiny engine demo serve test test-numpy1 test-slow test-gpu lint format bench report clean
+.PHONY: help setup plugins build tiny engine demo serve test test-numpy1 test-slow test-gpu verify-gpu \
+  lint format bench report clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -123,13 +124,21 @@ test-gpu: .venv/test/.done plugins ## Plugins, engines and full-width layers on 
 	$(TEST) -m pytest -m gpu
 	tests/sanitize.sh $(TEST)
 
+verify-gpu: .venv/test/.done plugins ## All that a GPU's owner can check: tests that must run, compute-sanitizer, every bench
+	$(TEST) tests/plugins/run_gpu.py
+	tests/sanitize.sh $(TEST)
+	@$(MAKE) bench
+
 bench: .venv/test/.done plugins ## Times of GEMM, steps and MSA on this machine's GPU: bench/results/
-	$(TEST) -m m3trt.bench.gemm --model_config $(REAL_CONFIG)
-	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) slice
-	$(TEST) -m m3trt.bench.slice --model_config $(REAL_CONFIG) rank
-	$(TEST) -m m3trt.bench.decode $(addprefix --peers ,$(PEERS))
-	$(TEST) -m m3trt.bench.prefill $(addprefix --peers ,$(PEERS))
-	@$(MAKE) report
+	@failed=0; run() { echo "$(TEST) -m m3trt.bench.$$*"; $(TEST) -m m3trt.bench."$$@" || failed=1; }; \
+	run gemm --model_config $(REAL_CONFIG); \
+	run norm; run cache_update; run paged_attention; run moe; \
+	run slice --model_config $(REAL_CONFIG) slice; \
+	run slice --model_config $(REAL_CONFIG) rank; \
+	run decode $(addprefix --peers ,$(PEERS)); \
+	run prefill $(addprefix --peers ,$(PEERS)); \
+	run fp8_effect; run plots; run report; \
+	exit $$failed  # all run, whichever misses its goal
 
 report: .venv/test/.done ## Pictures and tables of the records: bench/results/, README.md
 	$(TEST) -m m3trt.bench.plots

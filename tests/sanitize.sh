@@ -11,7 +11,8 @@ sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-san
   echo "tests/sanitize.sh: compute-sanitizer is missing: it comes with the CUDA toolkit" >&2
   exit 1
 }
-# The cases that reach each kernel with the least work: one that does not exist is an error.
+# The cases that reach each kernel with the least work: one that does not exist is an error. wgmma's
+# are skipped where it does not exist.
 cases='
 test_embedding.py::test_copies_rows[301-8-bf16]
 test_add_rms_norm.py::test_norm_of_the_rounded_sum[odd-added-bf16]
@@ -30,7 +31,21 @@ test_moe.py::test_is_exact_mixture[decode-few-bf16]
 test_moe.py::test_is_exact_mixture[decode-padded-bf16]
 test_moe.py::test_is_exact_mixture[decode-padded-f32]
 test_varlen_attention.py::test_is_exact_attention[borders-small-bf16]
+test_decode_select.py::test_a_sequence_shorter_than_its_tokens
+test_decode_select.py::test_selects_the_best_blocks[2-4-e4m3]
+test_decode_kernel.py::test_every_group[16]
+test_decode_kernel.py::test_rows_without_keys[0]
+test_decode_kernel.py::test_rows_without_keys[16]
+test_prefill_select.py::test_mixed_step_leaves_decode_rows_alone[sm90_prefill_select]
+test_prefill_select.py::test_mixed_step_leaves_decode_rows_alone[smxx_prefill_select]
+test_prefill_select.py::test_e4m3_cache[1]
+test_sparse_prefill.py::test_attends_to_the_selection[wgmma-mixed-gqa16]
+test_sparse_prefill.py::test_attends_to_the_selection[mma-mixed-gqa16]
+test_sparse_prefill.py::test_e4m3_cache[gqa8]
 '
+# Compiled before, not under the sanitizer
+"$python" -c 'from m3trt.bench import kernel_library, select_library as select
+kernel_library.load(), select.load()'
 folder=$root/tests/plugins
 arguments=
 for case in $cases; do arguments="$arguments $folder/$case"; done

@@ -15,6 +15,7 @@ import torch
 from m3trt.bench import select_library as kernels
 from m3trt.bench.kernel_library import BLOCK, HEAD, Batch
 from m3trt.bench.select_library import Rule
+from selection_inputs import random_cache, random_queries
 from torch import Tensor
 
 pytestmark = [
@@ -23,31 +24,13 @@ pytestmark = [
     pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-"),
 ]
 M3 = Rule()
+CACHES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 RAGGED = [1, 127, 128, 129, 2047, 2048, 2049, 2176, 2177, 9000, 32768, 33000, 40_001]
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     return kernels.load()
-
-
-def random_queries(batch: Batch, heads: int) -> Tensor:
-    """NaN for padding."""
-    q = torch.randn(batch.num_tokens, heads, HEAD, device="cuda")
-    q[int(batch.cu_query_lens[-1]) :] = torch.nan
-    return q.bfloat16()
-
-
-def random_cache(batch: Batch, e4m3: bool = False) -> Tensor:
-    """NaN in every slot that no token of the batch lies in."""
-    cache = torch.randn(batch.num_pages, BLOCK, HEAD, device="cuda")
-    used = torch.zeros(batch.num_pages, BLOCK, dtype=torch.bool, device="cuda")
-    for row, length in enumerate(batch.sequence_length.tolist()):
-        pages = batch.table[row, : -(-length // BLOCK)].long()
-        slots = torch.arange(len(pages) * BLOCK, device="cuda").view(-1, BLOCK)
-        used[pages[pages >= 0]] = (slots < length)[pages >= 0]
-    cache[~used] = torch.nan
-    return cache.to(torch.float8_e4m3fn if e4m3 else torch.bfloat16)
 
 
 def rows_of(batch: Batch) -> Iterator[tuple[int, int, int]]:
@@ -122,13 +105,13 @@ def run(
     return results[0]
 
 
-@pytest.mark.parametrize("cache_type", ["bf16", "e4m3"])
+@pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("q_len", [1, 2, 3, 4, 8])
 def test_selects_the_best_blocks(q_len: int, heads: int, cache_type: str) -> None:
     lengths = [max(length, q_len) for length in RAGGED]
     batch = Batch.make(lengths, q_len=q_len, padded_rows=3)
-    q, cache = random_queries(batch, heads), random_cache(batch, cache_type == "e4m3")
+    q, cache = random_queries(batch, heads), random_cache(batch, CACHES[cache_type])
     scale = torch.tensor([0.37], device="cuda") if cache_type == "e4m3" else None
     check(batch, q, cache, run(batch, q, cache, scale=scale))
 
@@ -227,12 +210,12 @@ def test_nan_scores_lose() -> None:
     assert not (ids == 4).any()
 
 
-@pytest.mark.parametrize("cache_type", ["bf16", "e4m3"])
+@pytest.mark.parametrize("cache_type", CACHES)
 def test_does_not_depend_on_the_batch(cache_type: str) -> None:
     """A request selects the same alone as anywhere in a batch, although it is split differently."""
     lengths = [40_000, 3000, 131_072, 8192, 65_537, 200_000] * 5
     batch = Batch.make(lengths, q_len=2)
-    q, cache = random_queries(batch, 4), random_cache(batch, cache_type == "e4m3")
+    q, cache = random_queries(batch, 4), random_cache(batch, CACHES[cache_type])
     scale = torch.tensor([2.5], device="cuda") if cache_type == "e4m3" else None
     together = run(batch, q, cache, scale=scale)
     for row in (0, 2, 7, 17, 29):

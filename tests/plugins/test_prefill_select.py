@@ -10,8 +10,9 @@ import plugin_harness as harness
 import pytest
 import torch
 from m3trt.bench import select_library as kernels
-from m3trt.bench.kernel_library import BLOCK, HEAD, Batch
+from m3trt.bench.kernel_library import BLOCK, HEAD, Batch, has_wgmma, size_of
 from m3trt.bench.select_library import Rule
+from selection_inputs import random_cache, random_queries
 from torch import Tensor
 
 pytestmark = [
@@ -32,7 +33,7 @@ def library() -> ctypes.CDLL:
 
 @pytest.fixture(params=[WGMMA, MMA])
 def kernel(request: pytest.FixtureRequest) -> str:
-    if request.param == WGMMA and torch.cuda.get_device_capability() != (9, 0):
+    if request.param == WGMMA and not has_wgmma():
         pytest.skip("wgmma exists on compute capability 9.0 only")
     return str(request.param)
 
@@ -44,25 +45,6 @@ def chunks(*new_on_prefix: tuple[int, int], max_pages: int = 0, padded_rows: int
     return Batch.make(lengths, counts, max_pages=max_pages, padded_rows=padded_rows)
 
 
-def random_queries(batch: Batch, heads: int) -> Tensor:
-    """NaN for padding."""
-    q = torch.randn(batch.num_tokens, heads, HEAD, device="cuda")
-    q[int(batch.cu_query_lens[-1]) :] = torch.nan
-    return q.bfloat16()
-
-
-def random_cache(batch: Batch, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """NaN in every slot that no token of the batch lies in."""
-    cache = torch.randn(batch.num_pages, BLOCK, HEAD, device="cuda")
-    used = torch.zeros(batch.num_pages, BLOCK, dtype=torch.bool, device="cuda")
-    for row, length in enumerate(batch.sequence_length.tolist()):
-        pages = batch.table[row, : -(-length // BLOCK)].long()
-        slots = torch.arange(len(pages) * BLOCK, device="cuda").view(-1, BLOCK)
-        used[pages] = slots < length
-    cache[~used] = torch.nan
-    return cache.to(dtype)
-
-
 def run(
     kernel: str,
     batch: Batch,
@@ -72,10 +54,8 @@ def run(
     rule: Rule = M3,
 ) -> Tensor:
     """Over poisoned workspaces of other contents: the same bits, and nothing behind the end."""
-    size = getattr(library(), f"m3_bench_{MMA}_workspace")
-    size.restype = ctypes.c_int64
     step = kernels.c_step(batch, q, cache, rule)
-    used = size(ctypes.byref(step))
+    used = size_of(getattr(library(), f"m3_bench_{MMA}_workspace"), ctypes.byref(step))
     results = []
     for poison in (0xFF, 0x00, 0x7F):
         workspace = torch.full((used + 4096,), poison, dtype=torch.uint8, device="cuda")

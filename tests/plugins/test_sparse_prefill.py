@@ -8,6 +8,7 @@ from typing import Any
 import plugin_harness as harness
 import pytest
 import torch
+from m3trt.bench import kernel_library as kernels
 from paged_steps import BLOCK, Request, Step, check_close, kv_pool, make_step, rows
 from plugin_harness import gpu_missing
 
@@ -24,14 +25,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    kernels = pytest.importorskip("m3trt.bench.kernel_library")
     return kernels.load()
 
 
-def wgmma_kinds() -> list[bool]:
-    if gpu_missing():
-        return [False]
-    return [False, True] if torch.cuda.get_device_capability() == (9, 0) else [False]
+@pytest.fixture(params=["wgmma", "mma"])
+def wgmma(request: pytest.FixtureRequest) -> bool:
+    if request.param == "wgmma" and not kernels.has_wgmma():
+        pytest.skip("wgmma exists on compute capability 9.0 only")
+    return bool(request.param == "wgmma")
 
 
 def choose(step: Step, kv_heads: int, kind: str = "cold", seed: int = 9) -> torch.Tensor:
@@ -72,8 +73,6 @@ class Case:
         self.real = min(self.context, step.num_real)
 
     def run(self, library: Any, wgmma: bool, rounds: tuple[int, int] = (0, 0)) -> torch.Tensor:
-        from m3trt.bench import kernel_library as kernels
-
         step, packed = self.step, self.step.inputs
         names = ("cu_query_lens", "sequence_length", "kv_cache_block_offsets")
         decode = packed["decode_rows"].shape
@@ -144,7 +143,6 @@ STEPS: dict[str, Callable[[], Step]] = {
 }
 
 
-@pytest.mark.parametrize("wgmma", wgmma_kinds())
 @pytest.mark.parametrize("shape", GROUPS)
 @pytest.mark.parametrize("step", STEPS)
 def test_attends_to_the_selection(library: Any, step: str, shape: str, wgmma: bool) -> None:
@@ -152,7 +150,6 @@ def test_attends_to_the_selection(library: Any, step: str, shape: str, wgmma: bo
     case.check(case.run(library, wgmma))
 
 
-@pytest.mark.parametrize("wgmma", wgmma_kinds())
 @pytest.mark.parametrize("kind", ["hot", "holes"])
 @pytest.mark.parametrize("shape", ["gqa16", "gqa8"])
 def test_selections(library: Any, shape: str, kind: str, wgmma: bool) -> None:
@@ -160,7 +157,6 @@ def test_selections(library: Any, shape: str, kind: str, wgmma: bool) -> None:
     case.check(case.run(library, wgmma))
 
 
-@pytest.mark.parametrize("wgmma", wgmma_kinds())
 @pytest.mark.parametrize(
     "requests",
     [
@@ -174,7 +170,6 @@ def test_large_chunks(library: Any, requests: Sequence[tuple[int, int]], wgmma: 
     case.check(case.run(library, wgmma), most=200)
 
 
-@pytest.mark.parametrize("wgmma", wgmma_kinds())
 @pytest.mark.parametrize("rounds", [(100, 1), (333, 2), (64, 1)])
 def test_rounds_give_the_same_bits(library: Any, rounds: tuple[int, int], wgmma: bool) -> None:
     """A partial result is of one block, so it does not matter what else is computed with it."""
@@ -182,7 +177,6 @@ def test_rounds_give_the_same_bits(library: Any, rounds: tuple[int, int], wgmma:
     assert harness.same_bits(case.run(library, wgmma, rounds), case.run(library, wgmma))
 
 
-@pytest.mark.parametrize("wgmma", wgmma_kinds())
 def test_a_chunk_and_its_continuation(library: Any, wgmma: bool) -> None:
     """Cut in the middle of a block, the second part has the rows that it has in one chunk."""
     whole, part = (make_step([Request(n, 1500)], seed=4) for n in (700, 333))
