@@ -94,8 +94,9 @@ class TensorParallelExecutor:
         def agree(pages: int) -> int:
             agreed = min(pages, *(_pages_of(rank) for rank in self._ranks))
             self._tell(agreed)
+            self._watcher.start()  # NCCL waits for ever for a rank that does not come: say which
             self._communicator = Communicator(size, 0, group, plugin_library)
-            self._watcher.start()
+            self._check()  # a rank that failed before there was something to abort
             return agreed
 
         try:
@@ -152,7 +153,7 @@ class TensorParallelExecutor:
             raise DeviceError(f"the tensor-parallel group has ended: {self._failure}")
 
     def _watch(self) -> None:
-        """From the first step on a rank says nothing unless it fails."""
+        """Once it has told its pages, a rank says nothing unless it fails."""
         ended = wait([rank.connection for rank in self._ranks])[0]
         if not self._closing:
             rank = next(rank for rank in self._ranks if rank.connection is ended)

@@ -47,7 +47,7 @@ class World:
         self.closed, self.members, self.ended = [], [], []
         self.pages = {0: 70, 1: 50, 2: 60, 3: 80}
         self.aborted = threading.Event()
-        self.cannot_load, self.fails_at = None, None
+        self.cannot_load, self.cannot_join, self.fails_at = None, None, None
         self.gathering, self.barrier = threading.Barrier(SIZE), threading.Barrier(SIZE)
 
 
@@ -77,6 +77,8 @@ def world(monkeypatch):
     class Member:
         def __init__(self, size, rank, group, plugin_library):
             assert (size, group) == (SIZE, b"group")
+            if rank == world.cannot_join:
+                raise DeviceError("no socket")
             world.members.append(rank)
             world.gathering.wait(30)  # as ncclCommInitRank: no rank goes on before all have come
 
@@ -148,6 +150,25 @@ def test_a_rank_that_cannot_be_loaded(world, start):
     with pytest.raises(DeviceError, match=r"rank 2 cannot be loaded: DeviceError: no memory"):
         make(start)
     assert world.members == [], "no rank waits for a group that will not come"
+
+
+def test_a_rank_that_never_joins_the_group(world, start, caplog):
+    """NCCL lets rank 0 wait for it for ever: the log says for whom and why."""
+    world.cannot_join = 3
+    ended = SimpleQueue()
+
+    def lead():
+        with pytest.raises(threading.BrokenBarrierError):
+            make(start)
+        ended.put(True)
+
+    threading.Thread(target=lead, daemon=True).start()
+    deadline = time.monotonic() + 10
+    while "rank 3 failed: DeviceError: no socket" not in caplog.messages:
+        assert time.monotonic() < deadline, caplog.messages
+        time.sleep(0.01)
+    world.gathering.abort()
+    assert ended.get(timeout=10)
 
 
 def test_a_rank_that_fails_in_a_step(world, start, caplog):
