@@ -17,6 +17,7 @@ BENCHES = {
     "load": ["--model_config", str(CONFIG)],
     "moe": [],
     "norm": [],
+    "paged_attention": [],
     "prefill": [],
     "slice": ["--model_config", str(CONFIG), "slice"],
     "tensor_parallel": ["--model_config", str(CONFIG), "--tp_size", "2"],
