@@ -7,7 +7,7 @@
 
 using namespace m3::kernels;
 
-extern "C" {
+namespace {
 
 struct Step {
   int32_t const* cu_query_lens;
@@ -19,10 +19,31 @@ struct Step {
   float softmax_scale;
 };
 
-static PackedTokens packed(Step const& s) {
+PackedTokens packed(Step const& s) {
   return {s.cu_query_lens, s.sequence_length, s.block_offsets,
           s.num_requests,  s.num_tokens,      s.max_pages};
 }
+
+template <class Params>
+Params context_rows(Step const& s, void const* q, void const* kv_cache, int32_t num_pages,
+                    void* out) {
+  Params p{};
+  p.tokens = packed(s);
+  p.q = q;
+  p.kv_cache = kv_cache;
+  p.out = out;
+  p.num_heads = s.num_heads;
+  p.num_kv_heads = s.num_kv_heads;
+  p.num_pages = num_pages;
+  p.num_requests = s.num_requests - s.num_decode;
+  p.num_tokens = s.num_tokens - s.num_decode * s.q_len;
+  p.softmax_scale = s.softmax_scale;
+  return p;
+}
+
+}  // namespace
+
+extern "C" {
 
 int64_t m3_bench_decode_workspace(Step const* s, int selected) {
   return static_cast<int64_t>(
@@ -53,17 +74,7 @@ int m3_bench_decode(Step const* s, void const* q, void const* kv_cache, int32_t 
 
 int m3_bench_prefill(Step const* s, void const* q, void const* kv_cache, int32_t num_pages,
                      void* out, int wgmma, cudaStream_t stream) {
-  PagedPrefillParams p{};
-  p.tokens = packed(*s);
-  p.q = q;
-  p.kv_cache = kv_cache;
-  p.out = out;
-  p.num_heads = s->num_heads;
-  p.num_kv_heads = s->num_kv_heads;
-  p.num_pages = num_pages;
-  p.num_requests = s->num_requests - s->num_decode;
-  p.num_tokens = s->num_tokens - s->num_decode * s->q_len;
-  p.softmax_scale = s->softmax_scale;
+  auto const p = context_rows<PagedPrefillParams>(*s, q, kv_cache, num_pages, out);
   return wgmma ? launch_sm90_paged_prefill(p, stream) : launch_smxx_paged_prefill(p, stream);
 }
 
@@ -78,20 +89,10 @@ int m3_bench_sparse_prefill(Step const* s, void const* q, void const* kv_cache,
                             float const* kv_scale, int32_t const* block_ids, int32_t num_pages,
                             int32_t top_k, int32_t round_tokens, int32_t round_heads, int wgmma,
                             void* out, void* workspace, cudaStream_t stream) {
-  SparsePrefillParams p{};
-  p.tokens = packed(*s);
-  p.q = q;
-  p.kv_cache = kv_cache;
+  auto p = context_rows<SparsePrefillParams>(*s, q, kv_cache, num_pages, out);
   p.kv_scale = kv_scale;
   p.block_ids = block_ids;
-  p.out = out;
-  p.num_heads = s->num_heads;
-  p.num_kv_heads = s->num_kv_heads;
-  p.num_pages = num_pages;
-  p.num_requests = s->num_requests - s->num_decode;
-  p.num_tokens = s->num_tokens - s->num_decode * s->q_len;
   p.top_k = top_k;
-  p.softmax_scale = s->softmax_scale;
   SparsePrefillRounds rounds{round_tokens, round_heads};
   if (round_tokens == 0) {
     rounds = sparse_prefill_rounds(p.num_tokens, p.num_heads, p.num_kv_heads, top_k);

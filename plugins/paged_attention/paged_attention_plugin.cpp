@@ -1,8 +1,10 @@
 #include "paged_attention/paged_attention_plugin.h"
 
+#include "common/attention_params.h"
 #include "common/creator.h"
 #include "common/paged_inputs.h"
 #include "kernels/paged_prefill.h"
+#include "kernels/smxx_paged_attention.h"
 #include "kernels/smxx_paged_decode.h"
 
 namespace m3 {
@@ -80,40 +82,17 @@ void PagedAttentionPlugin::enqueue_step(Step const& step) const {
   bool const split = splits_decode(step.in[kQ].type, cache_type) && kernels::has_paged_decode();
   if (split) {
     p.num_rows = rows.context_tokens;
-    kernels::PagedDecodeParams decode{};
-    decode.tokens = p.tokens;
-    decode.view = kernels::view_of_pages(p.kv_cache, p.num_kv_heads, kernel_type(cache_type));
-    decode.kv_scale = p.kv_scale;
-    decode.q = p.q;
-    decode.out = p.out;
-    decode.num_heads = p.num_heads;
-    decode.num_kv_heads = p.num_kv_heads;
-    decode.num_decode = rows.num_decode;
-    decode.q_len = rows.q_len;
-    decode.softmax_scale = p.softmax_scale;
+    kernels::PagedDecodeParams const decode = decode_params(
+        p, rows, kernels::view_of_pages(p.kv_cache, p.num_kv_heads, kernel_type(cache_type)));
     check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
   }
   if ((split || rows.num_decode == 0) && cache_type == nvinfer1::DataType::kBF16) {
-    enqueue_prefill(step, p, rows);
+    auto const context =
+        context_params<kernels::PagedPrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
+    check_launch(launch_prefill(context, step.stream), "paged_prefill");
   } else {
     check_launch(kernels::launch_paged_attention(p, step.stream), "paged_attention");
   }
-}
-
-void PagedAttentionPlugin::enqueue_prefill(Step const& step, kernels::PagedAttentionParams const& p,
-                                           RowSplit const& rows) const {
-  kernels::PagedPrefillParams context{};
-  context.tokens = p.tokens;
-  context.q = p.q;
-  context.kv_cache = p.kv_cache;
-  context.out = p.out;
-  context.num_heads = p.num_heads;
-  context.num_kv_heads = p.num_kv_heads;
-  context.num_pages = static_cast<int32_t>(step.in[kKvCache].dims.d[0]);
-  context.num_requests = rows.context_requests;
-  context.num_tokens = rows.context_tokens;
-  context.softmax_scale = p.softmax_scale;
-  check_launch(launch_prefill(context, step.stream), "paged_prefill");
 }
 
 }  // namespace m3

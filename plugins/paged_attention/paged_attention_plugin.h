@@ -1,8 +1,6 @@
 #pragma once
 
-#include "common/paged_inputs.h"
 #include "common/plugin_base.h"
-#include "kernels/smxx_paged_attention.h"
 
 namespace m3 {
 
@@ -30,10 +28,6 @@ class PagedAttentionPlugin final
   void check_shapes(Shapes const& shapes) const;
   size_t workspace_bytes(Shapes const& largest) const;
   void enqueue_step(Step const& step) const;
-
- private:
-  void enqueue_prefill(Step const& step, kernels::PagedAttentionParams const& p,
-                       RowSplit const& rows) const;
 };
 
 }  // namespace m3

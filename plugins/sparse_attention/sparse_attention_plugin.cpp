@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/attention_params.h"
 #include "common/creator.h"
 #include "common/paged_inputs.h"
 #include "kernels/smxx_paged_decode.h"
@@ -119,45 +120,27 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   p.top_k = static_cast<int32_t>(step.in[kBlockIds].dims.d[2]);
   p.softmax_scale = attributes().softmax_scale;
   p.type = kernel_type(step.in[kQ].type);
+  kernels::Type const cache_type = kernel_type(step.in[kKvCache].type);
   RowSplit const rows = split_rows(step.in[kDecodeRows].dims, p.tokens);
   bool const split =
       splits_decode(step.in[kQ].type, step.in[kKvCache].type, step.in[kBlockIds].dims) &&
       kernels::has_paged_decode();
   if (split) {
     p.num_rows = rows.context_tokens;
-    kernels::PagedDecodeParams decode{};
-    decode.tokens = p.tokens;
-    decode.view = kernels::view_of_virtual_pages(p.kv_cache, p.num_kv_heads,
-                                                 kernel_type(step.in[kKvCache].type));
-    decode.kv_scale = p.kv_scale;
-    decode.q = p.q;
+    kernels::PagedDecodeParams decode = decode_params(
+        p, rows, kernels::view_of_virtual_pages(p.kv_cache, p.num_kv_heads, cache_type));
     decode.block_ids = p.block_ids;
-    decode.out = p.out;
-    decode.num_heads = p.num_heads;
-    decode.num_kv_heads = p.num_kv_heads;
     decode.top_k = p.top_k;
-    decode.num_decode = rows.num_decode;
-    decode.q_len = rows.q_len;
-    decode.softmax_scale = p.softmax_scale;
     check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
   }
   if ((split || rows.num_decode == 0) &&
       inverts_blocks(step.in[kQ].type, q, step.in[kKvCache].dims, step.in[kBlockIds].dims,
                      rows.context_requests)) {
-    kernels::SparsePrefillParams context{};
-    context.tokens = p.tokens;
-    context.q = p.q;
-    context.kv_cache = p.kv_cache;
+    auto context =
+        context_params<kernels::SparsePrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
     context.kv_scale = p.kv_scale;
     context.block_ids = p.block_ids;
-    context.out = p.out;
-    context.num_heads = p.num_heads;
-    context.num_kv_heads = p.num_kv_heads;
-    context.num_pages = static_cast<int32_t>(step.in[kKvCache].dims.d[0]);
-    context.num_requests = rows.context_requests;
-    context.num_tokens = rows.context_tokens;
     context.top_k = p.top_k;
-    context.softmax_scale = p.softmax_scale;
     check_launch(launch_prefill(context, step.workspace, step.stream), "sparse_prefill");
   } else {
     check_launch(kernels::launch_sparse_attention(p, step.stream), "sparse_attention");
