@@ -86,7 +86,7 @@ plugins: ## Compile the plugin library for sm_90a, sm_100a and PTX: out/libm3_pl
 build: plugins ## The same as `plugins` (so `make build engine` does all)
 
 out/libm3_plugins.so: $(wildcard plugins/CMakeLists.txt plugins/plugin_list.inc plugins/*/*.h plugins/*/*.cpp plugins/*/*.cu*)
-	JOBS=$(JOBS) PYTHON=$(PYTHON) plugins/compile.sh portable
+	JOBS=$(JOBS) PYTHON=$(PYTHON) plugins/compile.sh $(if $(wildcard out/plugins/full),full,portable)
 
 tiny: out/tiny/config.json ## Write a tiny random M3 checkpoint: out/tiny
 
