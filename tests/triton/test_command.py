@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,13 @@ def test_what_cannot_be_served(
     executor = refused(capsys, tmp_path / "5", *engine, "--executor", "tensorrt")
     assert "cannot run with tensorrt" in executor
     assert "before it was ready" not in executor, "no server was started for it"
+    moved = tmp_path / "moved"
+    shutil.copytree(engine_dir, moved, symlinks=True)
+    (moved / "rank0.safetensors").unlink()
+    (moved / "rank0.safetensors").symlink_to("gone.safetensors")
+    links = refused(capsys, tmp_path / "6", "--engine_dir", str(moved))
+    assert "is a broken link to gone.safetensors" in links
+    assert "before it was ready" not in links, "no server was started for it"
     with pytest.raises(SystemExit):
         main([*engine, "--executor", "onnx"])
     assert "invalid choice: 'onnx'" in capsys.readouterr().err

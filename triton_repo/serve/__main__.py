@@ -109,8 +109,11 @@ def _write_models(arguments: argparse.Namespace, repository: Path, state_dir: Pa
     from m3trt.serve.repository import write_repository
     from m3trt.serve.table import parse_settings
 
-    if arguments.executor != "auto":  # the models would say so only in their log
-        choose_runtime(EngineDir.load(arguments.engine_dir), arguments.executor)
+    # What is wrong with the engine the models would say only in their log.
+    engine = EngineDir.load(arguments.engine_dir)
+    engine.check_weights()
+    if arguments.executor != "auto":
+        choose_runtime(engine, arguments.executor)
     settings = {
         "executor": arguments.executor,
         "state_dir": str(state_dir),
