@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels/types.h"
+
 // Conversions and reductions that every kernel uses. All arithmetic is fp32; from_float rounds once
 // (nearest even; e4m3 saturates).
 namespace m3::kernels {
@@ -55,6 +57,19 @@ __device__ inline float warp_min(float x) {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
+}
+
+// Calls `launch` with a value of the type that is named; takes fp32 and bf16.
+template <class Launch>
+cudaError_t launch_typed(Type type, Launch const& launch) {
+  switch (type) {
+    case Type::kFloat32:
+      return launch(float{});
+    case Type::kBfloat16:
+      return launch(__nv_bfloat16{});
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace m3::kernels

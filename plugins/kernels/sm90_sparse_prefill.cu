@@ -437,10 +437,7 @@ cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round
   cudaError_t status =
       encode_tensor_map(q_map, p.q, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, q_dims, q_strides, q_box);
   if (status != cudaSuccess) return status;
-  cuuint64_t const kv_dims[] = {kHeadSize, static_cast<cuuint64_t>(p.num_kv_heads), kBlockSize,
-                                2 * static_cast<cuuint64_t>(p.num_pages)};
-  cuuint32_t const kv_box[] = {64, 1, KEYS, 1};
-  status = encode_tensor_map(kv_map, p.kv_cache, 4, kv_dims, kv_box);
+  status = encode_kv_map(kv_map, p.kv_cache, p.num_kv_heads, p.num_pages);
   if (status != cudaSuccess) return status;
   status = cudaFuncSetAttribute(sparse_prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 sizeof(Shared));

@@ -105,14 +105,7 @@ cudaError_t launch(AddRmsNormParams const& p, cudaStream_t stream) {
 cudaError_t launch_add_rms_norm(AddRmsNormParams const& p, cudaStream_t stream) {
   if (p.num_rows == 0) return cudaSuccess;
   if (p.hidden <= 0 || p.hidden % 8 != 0) return cudaErrorInvalidValue;
-  switch (p.type) {
-    case Type::kFloat32:
-      return launch<float>(p, stream);
-    case Type::kBfloat16:
-      return launch<__nv_bfloat16>(p, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return launch_typed(p.type, [&](auto t) { return launch<decltype(t)>(p, stream); });
 }
 
 }  // namespace m3::kernels

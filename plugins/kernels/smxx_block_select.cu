@@ -190,17 +190,11 @@ cudaError_t launch_round(BlockSelectParams const& p, Round const& round, cudaStr
 }
 
 cudaError_t launch_round(BlockSelectParams const& p, Round const& round, cudaStream_t stream) {
-  bool const e4m3 = p.index_scale != nullptr;
-  switch (p.type) {
-    case Type::kFloat32:
-      return e4m3 ? launch_round<float, __nv_fp8_e4m3>(p, round, stream)
-                  : launch_round<float, float>(p, round, stream);
-    case Type::kBfloat16:
-      return e4m3 ? launch_round<__nv_bfloat16, __nv_fp8_e4m3>(p, round, stream)
-                  : launch_round<__nv_bfloat16, __nv_bfloat16>(p, round, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return launch_typed(p.type, [&](auto t) {
+    using T = decltype(t);
+    return p.index_scale != nullptr ? launch_round<T, __nv_fp8_e4m3>(p, round, stream)
+                                    : launch_round<T, T>(p, round, stream);
+  });
 }
 
 // Rounds over [first, end), each a whole number of tiles whose scores fit the workspace.

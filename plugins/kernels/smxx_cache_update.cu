@@ -275,14 +275,7 @@ cudaError_t launch(CacheUpdateParams const& p, cudaStream_t stream) {
 cudaError_t launch_cache_update(CacheUpdateParams const& p, cudaStream_t stream) {
   if (p.tokens.num_tokens == 0) return cudaSuccess;
   if (p.rotary_dim % 16 != 0 || p.rotary_dim > kHeadSize) return cudaErrorInvalidValue;
-  switch (p.type) {
-    case Type::kFloat32:
-      return launch<float>(p, stream);
-    case Type::kBfloat16:
-      return launch<__nv_bfloat16>(p, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return launch_typed(p.type, [&](auto t) { return launch<decltype(t)>(p, stream); });
 }
 
 }  // namespace m3::kernels

@@ -35,14 +35,7 @@ cudaError_t launch(InterleaveRanksParams const& p, cudaStream_t stream) {
 
 cudaError_t launch_interleave_ranks(InterleaveRanksParams const& p, cudaStream_t stream) {
   if (p.ranks == 0 || p.rows == 0 || p.columns == 0) return cudaSuccess;
-  switch (p.type) {
-    case Type::kFloat32:
-      return launch<float>(p, stream);
-    case Type::kBfloat16:
-      return launch<__nv_bfloat16>(p, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return launch_typed(p.type, [&](auto t) { return launch<decltype(t)>(p, stream); });
 }
 
 }  // namespace m3::kernels

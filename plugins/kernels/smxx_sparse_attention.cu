@@ -33,13 +33,14 @@ __global__ void __launch_bounds__(kAttentionThreads)
 }
 
 template <class T>
-void launch(SparseAttentionParams const& p, cudaStream_t stream) {
+cudaError_t launch(SparseAttentionParams const& p, cudaStream_t stream) {
   dim3 const grid(p.num_rows, p.num_kv_heads);
   if (p.kv_scale == nullptr) {
     sparse_attention_kernel<T, T><<<grid, kAttentionThreads, 0, stream>>>(p);
   } else {
     sparse_attention_kernel<T, __nv_fp8_e4m3><<<grid, kAttentionThreads, 0, stream>>>(p);
   }
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -49,17 +50,7 @@ cudaError_t launch_sparse_attention(SparseAttentionParams const& p, cudaStream_t
   if (p.num_heads % p.num_kv_heads != 0 || p.num_heads > kMaxGroup * p.num_kv_heads) {
     return cudaErrorInvalidValue;
   }
-  switch (p.type) {
-    case Type::kFloat32:
-      launch<float>(p, stream);
-      break;
-    case Type::kBfloat16:
-      launch<__nv_bfloat16>(p, stream);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  return launch_typed(p.type, [&](auto t) { return launch<decltype(t)>(p, stream); });
 }
 
 }  // namespace m3::kernels

@@ -152,17 +152,10 @@ cudaError_t launch_varlen_attention(VarlenAttentionParams const& p, cudaStream_t
   if (p.rows == 0 || p.heads == 0 || p.head_size == 0) return cudaSuccess;
   if (p.head_size > kMaxVarlenHeadSize) return cudaErrorInvalidValue;
   dim3 const grid(static_cast<unsigned>(ceil_div(p.rows, QUERIES)), p.heads);
-  switch (p.type) {
-    case Type::kFloat32:
-      varlen_attention<float><<<grid, THREADS, 0, stream>>>(p);
-      break;
-    case Type::kBfloat16:
-      varlen_attention<__nv_bfloat16><<<grid, THREADS, 0, stream>>>(p);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  return launch_typed(p.type, [&](auto t) {
+    varlen_attention<decltype(t)><<<grid, THREADS, 0, stream>>>(p);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace m3::kernels

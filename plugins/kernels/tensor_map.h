@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kernels/packed_tokens.h"
+
 namespace m3::kernels {
 
 // Describes a tensor of up to 4 `dims`, the innermost first and without gaps, to TMA: boxes with a
@@ -39,6 +41,16 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, void const* data, int ran
   cuuint64_t stride = 2;
   for (int i = 0; i + 1 < rank; ++i) strides[i] = stride *= dims[i];
   return encode_tensor_map(map, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, dims, strides, box);
+}
+
+// A bf16 pool [P, 2, B, Hkv, D]: a box is half the channels of a KV head's keys, or values, of a
+// page.
+inline cudaError_t encode_kv_map(CUtensorMap& map, void const* kv_cache, int32_t num_kv_heads,
+                                 int32_t num_pages) {
+  cuuint64_t const dims[] = {kHeadSize, static_cast<cuuint64_t>(num_kv_heads), kBlockSize,
+                             2 * static_cast<cuuint64_t>(num_pages)};
+  cuuint32_t const box[] = {64, 1, kBlockSize, 1};
+  return encode_tensor_map(map, kv_cache, 4, dims, box);
 }
 
 }  // namespace m3::kernels
