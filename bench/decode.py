@@ -10,12 +10,10 @@ FlashAttention run beside ours.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +26,13 @@ from m3trt.bench.msa_bench import (
     Contestants,
     Table,
     Work,
+    command,
     make_call,
     make_record,
     still_usable,
     verify,
 )
 from m3trt.bench.msa_steps import TOP_K, TP1, TP4, TP8, Heads, Pool, Step
-from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record
 from torch import Tensor
 
@@ -263,15 +261,7 @@ def run(cases: Sequence[Case], who: Contestants, limit: float = inf) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, record and print every case."""
-    parser = argparse.ArgumentParser(
-        prog="python -m m3trt.bench.decode", description="Time MSA's decode kernels."
-    )
-    parser.add_argument("--peers", type=Path, help="folder of the peers' files (m3trt.bench.peers)")
-    parser.add_argument("--quick", action="store_true", help="only the main cases")
-    parser.add_argument("--limit", type=float, default=inf, help="no new case after these seconds")
-    args = parser.parse_args(argv)
-    require_gpus(parser)
-    return run(QUICK if args.quick else full(), Contestants.load(args.peers), args.limit)
+    return command("decode", QUICK, full, run, argv)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +14,7 @@ import torch
 from m3trt.bench import kernel_library as kernels
 from m3trt.bench import msa_steps as steps
 from m3trt.bench.msa_steps import Step
+from m3trt.bench.needs import require_gpus
 from torch import Tensor
 
 FLOAT8 = "float8_e4m3"
@@ -54,6 +57,25 @@ class Contestants:
     def of(self, dtype: str) -> list[Contestant]:
         """Those with kernels for this type of caches."""
         return [*([self.ours] if self.ours else []), *(self.peers if dtype != FLOAT8 else [])]
+
+
+def command(
+    part: str,
+    quick: Sequence[Any],
+    full: Callable[[], list[Any]],
+    run: Callable[[Sequence[Any], Contestants, float], int],
+    argv: Sequence[str] | None,
+) -> int:
+    """`python -m m3trt.bench.{part}`: run, record and print every case; 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m m3trt.bench.{part}", description=f"Time MSA's {part} kernels."
+    )
+    parser.add_argument("--peers", type=Path, help="folder of the peers' files (m3trt.bench.peers)")
+    parser.add_argument("--quick", action="store_true", help="only the main cases")
+    parser.add_argument("--limit", type=float, default=inf, help="no new case after these seconds")
+    args = parser.parse_args(argv)
+    require_gpus(parser)
+    return run(quick if args.quick else full(), Contestants.load(args.peers), args.limit)
 
 
 def make_call(who: Contestant, part: str, s: Step, ids: Tensor) -> Callable[[], Any]:

@@ -11,12 +11,10 @@ FlashAttention run beside ours.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from m3trt.bench.msa_bench import (
     Contestants,
     Table,
     Work,
+    command,
     elapsed,
     make_call,
     make_record,
@@ -34,7 +33,6 @@ from m3trt.bench.msa_bench import (
     verify,
 )
 from m3trt.bench.msa_steps import TOP_K, TP1, TP4, TP8, Heads, Pool, Step
-from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record
 
 POOL_PAGES = 16_640  # 1 M tokens and two chunks
@@ -247,15 +245,7 @@ def run(cases: Sequence[Case], who: Contestants, limit: float = inf) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, record and print every case."""
-    parser = argparse.ArgumentParser(
-        prog="python -m m3trt.bench.prefill", description="Time MSA's prefill kernels."
-    )
-    parser.add_argument("--peers", type=Path, help="folder of the peers' files (m3trt.bench.peers)")
-    parser.add_argument("--quick", action="store_true", help="only the main cases")
-    parser.add_argument("--limit", type=float, default=inf, help="no new case after these seconds")
-    args = parser.parse_args(argv)
-    require_gpus(parser)
-    return run(QUICK if args.quick else full(), Contestants.load(args.peers), args.limit)
+    return command("prefill", QUICK, full, run, argv)
 
 
 if __name__ == "__main__":
