@@ -31,7 +31,7 @@ def ports(repository: Path, model: str, kind: str) -> dict[str, tuple[str, list[
 
 
 def test_the_names_that_clients_know(engine_dir: Path, tmp_path: Path) -> None:
-    write_repository(engine_dir, tmp_path)
+    write_repository(EngineDir.load(engine_dir), tmp_path)
     inputs = ports(tmp_path, "ensemble", "input")
     assert inputs["text_input"][:2] == ("TYPE_STRING", [1])
     assert inputs["max_tokens"][:2] == ("TYPE_INT32", [1])
@@ -52,7 +52,7 @@ def test_the_names_that_clients_know(engine_dir: Path, tmp_path: Path) -> None:
 def test_a_float32_engine_has_other_edges(
     make_engine: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    write_repository(make_engine("float32"), tmp_path)
+    write_repository(EngineDir.load(make_engine("float32")), tmp_path)
     assert ports(tmp_path, "multimodal_encoders", "input")["_pixel_values"][0] == "TYPE_FP32"
 
 
@@ -62,7 +62,7 @@ def test_a_text_model_has_no_encoder(
     engine = EngineDir.load(engine_dir)
     text_only = dataclasses.replace(engine, config=dataclasses.replace(engine.config, vision=None))
     monkeypatch.setattr(EngineDir, "load", lambda path: text_only)
-    table = write_repository(engine_dir, tmp_path)
+    table = write_repository(EngineDir.load(engine_dir), tmp_path)
     assert "multimodal_encoders" not in [model.name for model in table.models]
     assert not any("image" in name for name in ports(tmp_path, "ensemble", "input"))
     for features in (frozenset(), VISION):
@@ -80,8 +80,8 @@ def test_the_command(engine_dir: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_an_environment_only_where_it_is_given(engine_dir: Path, tmp_path: Path) -> None:
-    write_repository(engine_dir, tmp_path / "a")
-    write_repository(engine_dir, tmp_path / "b", {"execution_env_path": "/opt/env"})
+    write_repository(EngineDir.load(engine_dir), tmp_path / "a")
+    write_repository(EngineDir.load(engine_dir), tmp_path / "b", {"execution_env_path": "/opt/env"})
     for model in ("preprocessing", "tensorrt_llm"):
         config = Path(model, "config.pbtxt")
         assert "EXECUTION_ENV_PATH" not in (tmp_path / "a" / config).read_text()
@@ -155,7 +155,7 @@ def test_wrong_settings(settings: dict[str, str], message: str) -> None:
 def test_mistakes_in_the_files(
     engine_dir: Path, tmp_path: Path, model: str, old: str, new: str, message: str
 ) -> None:
-    write_repository(engine_dir, tmp_path)
+    write_repository(EngineDir.load(engine_dir), tmp_path)
     path = tmp_path / model / "config.pbtxt"
     text = path.read_text()
     assert old in text
@@ -166,7 +166,7 @@ def test_mistakes_in_the_files(
 
 
 def test_a_missing_model_file(engine_dir: Path, tmp_path: Path) -> None:
-    write_repository(engine_dir, tmp_path)
+    write_repository(EngineDir.load(engine_dir), tmp_path)
     (tmp_path / "tensorrt_llm" / "1" / "model.py").unlink()
     with pytest.raises(RepositoryError, match=r"model\.py is missing"):
         check_repository(tmp_path)

@@ -119,7 +119,7 @@ def _write_models(arguments: argparse.Namespace, repository: Path, state_dir: Pa
         "state_dir": str(state_dir),
         **parse_settings(arguments.set),
     }
-    table = write_repository(arguments.engine_dir, repository, settings)
+    table = write_repository(engine, repository, settings)
     return [model.name for model in table.models]
 
 

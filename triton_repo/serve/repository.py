@@ -32,9 +32,9 @@ SOURCES = Path(__file__).resolve().parents[1]
 
 
 def write_repository(
-    engine_dir: Path, output_dir: Path, settings: Mapping[str, str] | None = None
+    engine: EngineDir, output_dir: Path, settings: Mapping[str, str] | None = None
 ) -> Table:
-    """Write a repository that serves `engine_dir` and check what was written.
+    """Write a repository that serves `engine` and check what was written.
 
     Args:
         output_dir: must not exist or be empty.
@@ -45,13 +45,11 @@ def write_repository(
 
     Raises:
         RepositoryError: a key is missing, unknown or left over, or `output_dir` is in use.
-        ConfigError, EngineDirError: the engine directory is damaged.
     """
     if output_dir.exists() and any(output_dir.iterdir()):
         raise RepositoryError(f"{output_dir} is not empty: remove it or choose another")
-    engine = EngineDir.load(engine_dir)
     values: dict[str, Scalar] = {
-        "engine_dir": str(engine_dir.resolve()),
+        "engine_dir": str(engine.path.resolve()),
         "feature_type": "UINT16" if engine.config.dtype == "bfloat16" else "FP32",
         "hidden_size": engine.config.hidden_size,
     }
@@ -181,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         settings = parse_settings(arguments.set)
-        table = write_repository(arguments.engine_dir, arguments.output_dir, settings)
+        table = write_repository(
+            EngineDir.load(arguments.engine_dir), arguments.output_dir, settings
+        )
     except (ConfigError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
