@@ -109,8 +109,9 @@ def read_back(results: Path = RESULTS) -> str:
     if not found:
         return ""
     text = (
-        "Records with `source` were read back from the printed output of a run that was cut off at"
-        f" its time limit, so their values are rounded: some or all of {', '.join(found)}."
+        "Records with `source` were read back from what a run printed, because it was cut off at"
+        " its time limit or wrote no records, so their values are rounded: some or all of"
+        f" {', '.join(found)}."
     )
     return wrapped("* " + text, "  ")
 
