@@ -7,8 +7,7 @@
 
 using namespace m3::kernels;
 
-namespace {
-
+// With a name of its own: in an anonymous namespace it would keep the functions below to this file.
 struct Step {
   int32_t const* cu_query_lens;
   int32_t const* sequence_length;
@@ -18,6 +17,8 @@ struct Step {
   int32_t num_heads, num_kv_heads;
   float softmax_scale;
 };
+
+namespace {
 
 PackedTokens packed(Step const& s) {
   return {s.cu_query_lens, s.sequence_length, s.block_offsets,
