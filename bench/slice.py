@@ -63,6 +63,7 @@ CASES = {
     "slice": [
         *(Case(requests, 1024) for requests in (1, 8, 32)),
         Case(1, 0, new=8192),
+        Case(128, 8192),
         *(Case(requests, context) for context in (61440, 131072) for requests in (1, 8, 32)),
     ],
     "rank": [
