@@ -24,8 +24,10 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured, with `-dirty` if files other than the records differ from it;
-    `M3_COMMIT` names that of a copy without git."""
+    """The commit that is measured: `M3_COMMIT` where it is set, for copies without git, else git's,
+    with `-dirty` if files other than the records differ from it."""
+    if named := os.environ.get("M3_COMMIT"):
+        return named
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["git", *arguments]
@@ -33,7 +35,7 @@ def commit() -> str:
 
     found = git("rev-parse", "--short=12", "HEAD").stdout.strip()
     if not found:
-        return os.environ.get("M3_COMMIT", "unknown")
+        return "unknown"
     changed = git("diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)bench/results").returncode
     return f"{found}-dirty" if changed else found
 

@@ -24,6 +24,8 @@ SECTIONS = {
     "cache_update": "Norm, rotation and cache write, one layer",
     "norm": "Residual addition with norm, and embedding",
     "slice": "Whole steps",
+    "collectives": "Collectives of a captured step on two GPUs",
+    "load": "Weights of a rank from a safetensors file onto the GPU",
 }
 """Benches with a plain table, in order; msa_report has those of MSA."""
 NOTES = {
@@ -31,6 +33,9 @@ NOTES = {
     "slice": "The slice is one dense and five sparse layers, the rank all 60 without all-reduces."
     " Between the plain MSA kernels and those of now, norms, embedding and the experts of short"
     " decode steps changed as well.",
+    "collectives": "Sums of hidden states over o_proj or the experts (6,144 wide), gathered logits;"
+    " NCCL, NVLink. Floors: the link's 450 GB/s in each direction.",
+    "load": "Host memory beyond the page cache: see `host_bytes` and `largest_tensor_bytes`.",
 }
 HEAD = """# Results
 
@@ -94,7 +99,7 @@ def _baselines(record: Record) -> str:
 def order(record: Record) -> tuple[Any, ...]:
     """By what runs, then from short to long."""
     case = record["case"]
-    names = ("tp_size", "context", "prefix", "batch", "new", "m")
+    names = ("tp_size", "context", "prefix", "batch", "new", "m", "rows")
     kind = (case.get("model") == "rank", "prefix" in case, str(case.get("step", "")))
     heads = (-case.get("q_heads", 0), -case.get("index_heads", 0))
     what = str(case.get("op", case.get("projection", "")))

@@ -139,6 +139,20 @@ def rank_sentence(records: Sequence[Record]) -> str:
     return f"The TP 8 rank was recorded only with the plain MSA kernels, at {PLAIN_MSA}."
 
 
+def two_gpus_sentence(records: Sequence[Record]) -> str:
+    """The slice on one GPU and on two."""
+
+    def times(**wanted: object) -> str:
+        found = [find(records, model="slice", tp_size=size, **wanted) for size in (1, 2)]
+        return " → ".join(duration(record["seconds"] if record else None) for record in found)
+
+    if not find(records, model="slice", tp_size=2):
+        return ""
+    decode = ", ".join(times(step="decode", context=61440, batch=batch) for batch in BATCHES)
+    prefill = times(step="prefill", context=0)
+    return f" One GPU → two (TP 2): decode on 60k {decode}; prefill of 8k {prefill}."
+
+
 def steps_sentence(records: Sequence[Record]) -> str:
     """The slice before and after the MSA kernels, the rank."""
     plain, later = before_and_after(records)
@@ -148,14 +162,16 @@ def steps_sentence(records: Sequence[Record]) -> str:
         times = [record["seconds"] if record else None for record in (before, after)]
         return " → ".join(duration(seconds) for seconds in times)
 
-    wanted = {"model": "slice", "step": "decode", "context": 131072}
+    one = {"model": "slice", "tp_size": 1}
+    wanted = one | {"step": "decode", "context": 131072}
     decode = ", ".join(change(**wanted, batch=batch) for batch in BATCHES)
     commit = later[0]["commit"] if later else "none"
     text = (
         f"**Whole steps** of one dense and five sparse layers at TP 1, {PLAIN_MSA} (plain MSA"
         f" kernels) → {commit}. Decode on 128k at batch {', '.join(map(str, BATCHES))}: {decode};"
-        f" prefill of 8k {change(model='slice', step='prefill', context=0)}."
+        f" prefill of 8k {change(**one, step='prefill', context=0)}."
     )
+    text += two_gpus_sentence(later)
     if rank := find([*later, *plain], model="rank", step="decode", batch=1):
         text += (
             f" {rank_sentence(records)} All 60 layers, batch 1 on 60k, all-reduces left out:"

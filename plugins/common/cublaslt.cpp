@@ -1,6 +1,6 @@
 #include "common/cublaslt.h"
 
-#include <algorithm>
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,10 +36,24 @@ Api const& api() {
   return loaded;
 }
 
+// The largest power of two, at most 256, that divides the address.
+uint32_t alignment(void const* pointer) {
+  auto const address = reinterpret_cast<uintptr_t>(pointer) | 256;
+  return static_cast<uint32_t>(address & -address);
+}
+
+// Of x, weight, y and the bias, 0 without one: an algorithm is chosen for them.
+std::array<uint32_t, 4> alignments(Matmul const& p) {
+  return {alignment(p.x), alignment(p.weight), alignment(p.y),
+          p.bias == nullptr ? 0 : alignment(p.bias)};
+}
+
 void check(Status status, char const* call, Matmul const& p) {
-  M3_CHECK(status == kSuccess, "%s returned status %d for x [%lld, %lld] and weight [%lld, %lld]",
-           call, status, static_cast<long long>(p.m), static_cast<long long>(p.k),
-           static_cast<long long>(p.n), static_cast<long long>(p.k));
+  M3_CHECK(status == kSuccess,
+           "%s returned status %d for x [%lld, %lld] at %p, weight [%lld, %lld] at %p, y at %p and "
+           "the bias at %p",
+           call, status, static_cast<long long>(p.m), static_cast<long long>(p.k), p.x,
+           static_cast<long long>(p.n), static_cast<long long>(p.k), p.weight, p.y, p.bias);
 }
 
 // cuBLASLt objects are opaque pointers with their own destroy function.
@@ -60,12 +74,6 @@ template <class Value>
 void set(Object const& desc, int attribute, Value value, Matmul const& p) {
   check(api().desc_set(desc.get(), attribute, &value, sizeof(value)),
         "cublasLtMatmulDescSetAttribute", p);
-}
-
-// The largest power of two, at most 256, that divides the address.
-uint32_t alignment(void const* pointer) {
-  auto const address = reinterpret_cast<uintptr_t>(pointer) | 256;
-  return static_cast<uint32_t>(address & -address);
 }
 
 Handle handle(int device, Matmul const& p) {
@@ -124,13 +132,11 @@ Algo search(Matmul const& p, Operation const& op, Handle lt) {
 }
 
 Algo cached_algo(Matmul const& p, Operation const& op, Handle lt, int device) {
-  using Key =
-      std::tuple<int, int64_t, int64_t, int64_t, kernels::Type, kernels::Type, uint32_t, uint32_t>;
+  using Key = std::tuple<int, int64_t, int64_t, int64_t, kernels::Type, kernels::Type,
+                         std::array<uint32_t, 4>>;
   static std::mutex mutex;
   static std::map<Key, Algo> algos;
-  uint32_t const operands = std::min({alignment(p.x), alignment(p.weight), alignment(p.y)});
-  uint32_t const bias = p.bias == nullptr ? 0 : alignment(p.bias);
-  Key const key{device, p.m, p.n, p.k, p.in_type, p.out_type, operands, bias};
+  Key const key{device, p.m, p.n, p.k, p.in_type, p.out_type, alignments(p)};
   std::lock_guard<std::mutex> lock(mutex);
   auto found = algos.find(key);
   if (found == algos.end()) found = algos.emplace(key, search(p, op, lt)).first;
