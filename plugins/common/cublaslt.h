@@ -26,7 +26,7 @@ constexpr size_t kMatmulWorkspaceBytes = size_t{32} << 20;
 
 // Runs on `stream` through cuBLASLt, which is opened on first use. The algorithm is asked for once
 // per shape, types, alignment and device, and kept for the process. Throws Error when the library
-// is not found or refuses the shape. `workspace` holds kMatmulWorkspaceBytes.
+// is not found or refuses the shape. `workspace` holds kMatmulWorkspaceBytes, 256-byte aligned.
 void matmul(Matmul const& problem, void* workspace, cudaStream_t stream);
 
 }  // namespace m3

@@ -3,6 +3,7 @@
 #include <NvInferRuntime.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <utility>
@@ -14,7 +15,17 @@
 
 namespace m3 {
 
-// What enqueue gets. `workspace` is at least what workspace_bytes asked for the profile's maximum.
+// TensorRT promises no alignment of workspaces (128 bytes were seen); cuBLASLt refuses less than
+// this.
+constexpr size_t kWorkspaceAlignment = 256;
+
+inline void* align_workspace(void* workspace) {
+  auto const address = reinterpret_cast<uintptr_t>(workspace) + kWorkspaceAlignment - 1;
+  return reinterpret_cast<void*>(address / kWorkspaceAlignment * kWorkspaceAlignment);
+}
+
+// What enqueue gets. `workspace` is at least what workspace_bytes asked for the profile's maximum,
+// aligned.
 struct Step {
   nvinfer1::PluginTensorDesc const* in;
   nvinfer1::PluginTensorDesc const* out;
@@ -163,7 +174,7 @@ class PluginBase : public nvinfer1::IPluginV3,
       bytes = derived().workspace_bytes(
           shapes(in, num_in, [](auto const& tensor) { return tensor.max; }, descriptor));
     });
-    return bytes;
+    return bytes == 0 ? 0 : bytes + kWorkspaceAlignment - 1;
   }
 
   // IPluginV3OneRuntime
@@ -179,8 +190,9 @@ class PluginBase : public nvinfer1::IPluginV3,
   int32_t enqueue(nvinfer1::PluginTensorDesc const* in, nvinfer1::PluginTensorDesc const* out,
                   void const* const* inputs, void* const* outputs, void* workspace,
                   cudaStream_t stream) noexcept final {
-    return guard("enqueue",
-                 [&] { derived().enqueue_step({in, out, inputs, outputs, workspace, stream}); });
+    return guard("enqueue", [&] {
+      derived().enqueue_step({in, out, inputs, outputs, align_workspace(workspace), stream});
+    });
   }
 
   nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept final {
