@@ -21,6 +21,7 @@ from m3trt.build.graph import PLUGIN_DOMAIN
 from m3trt.build.library import import_library, load_plugins
 from m3trt.build.profiles import ShapeRange
 from m3trt.build.progress import ProgressReport, progress_monitor
+from m3trt.build.separate_inputs import original, separate_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +68,13 @@ def build_engine(task: EngineTask) -> BuildReport:
     messages: list[str] = []
     log = _logger(trt, task.verbose, messages)
     registry = load_plugins(task.library, task.plugin_library)
-    _check_creators(registry, onnx.load(task.onnx), task)
+    model = onnx.load(task.onnx)
+    _check_creators(registry, model, task)
+    separate_inputs(model)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(str(task.onnx)):
+    if not parser.parse(model.SerializeToString()):
         errors = [str(parser.get_error(i)) for i in range(parser.num_errors)]
         reasons = "; ".join(messages[:1] + errors)  # a plugin's own reason comes first
         raise BuildError(f"{task.onnx.name}: {task.library} refuses the graph: {reasons}")
@@ -79,8 +82,9 @@ def build_engine(task: EngineTask) -> BuildReport:
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     _set_compute_capabilities(trt, config, task.compute_capabilities)
     profile = builder.create_optimization_profile()
-    for name, (smallest, typical, largest) in task.ranges.items():
-        profile.set_shape(name, smallest, typical, largest)
+    for value in model.graph.input:
+        if shapes := task.ranges.get(original(value.name)):
+            profile.set_shape(value.name, *shapes)
     config.add_optimization_profile(profile)
     cache = _timing_cache(trt, config, task)
     with ProgressReport(task.name) as report:

@@ -19,6 +19,9 @@ Shapes (P = pages, B = tokens per block = MSA block, T = model dtype):
 
 Vision engine: `patches` T [N, patch_width], `positions` int32 [N, 3] (t, h, w), `cu_seqlens` int32
 [segments + 1] -> `features` T [N / merge^2, hidden].
+
+A compiled engine has an `input@op type` for each type of op that reads one of the small inputs of
+a step (separate_inputs.py).
 """
 
 from __future__ import annotations

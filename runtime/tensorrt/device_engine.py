@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 from m3trt.build.library import import_library, load_plugins
+from m3trt.build.separate_inputs import original
 from m3trt.build.tensors import is_weight
 from m3trt.runtime.bindings import check_size
 from m3trt.runtime.tensorrt.memory import Uploader, import_torch
@@ -47,19 +48,27 @@ class DeviceEngine:
         size = self._engine.device_memory_size_v2
         self._scratch = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
         self._config = self._runtime_config()
+        self._names = self._input_names()
+        self.inputs = {
+            name: (
+                DTYPES[self._engine.get_tensor_dtype(own).name],
+                tuple(self._engine.get_tensor_shape(own)),
+            )
+            for name, (own, *_) in self._names.items()
+        }
+        """Dtype and shape of every input; a dynamic dimension is -1."""
         self._bound: dict[str, Binding] = {}
         self._eager: Any = self._new_context()
         self._graphs: dict[Shapes, CapturedStep] = {}
-        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
-        self.inputs = {
-            name: (
-                DTYPES[self._engine.get_tensor_dtype(name).name],
-                tuple(self._engine.get_tensor_shape(name)),
-            )
-            for name in names
-            if self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT
-        }
-        """Dtype and shape of every input; a dynamic dimension is -1."""
+
+    def _input_names(self) -> dict[str, list[str]]:
+        """The engine's names of every input of a step: one, or one for each op that reads it."""
+        names: dict[str, list[str]] = {}
+        for i in range(self._engine.num_io_tensors):
+            name = self._engine.get_tensor_name(i)
+            if self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT:
+                names.setdefault(original(name), []).append(name)
+        return names
 
     def _runtime_config(self) -> Any:
         """Contexts share their scratch memory. TensorRT-RTX would compile kernels for the shapes
@@ -78,7 +87,7 @@ class DeviceEngine:
         if context is None:
             raise DeviceError(f"{self._path}: no execution context, most likely for lack of memory")
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
-        step = StepContext(self._path.name, self._engine, context, self.stream)
+        step = StepContext(self._path.name, self._engine, context, self.stream, self._names)
         for name, binding in self._bound.items():
             step.bind(name, binding)
         return step

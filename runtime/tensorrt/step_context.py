@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,20 @@ class StepContext:
     """An execution context of `engine` on `stream`, with staging buffers of its own.
 
     `trt_context` may share its scratch memory with others: only one of them runs at a time.
+    `inputs` are the engine's own names of every input of a step.
     """
 
-    def __init__(self, name: str, engine: Any, trt_context: Any, stream: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Any,
+        trt_context: Any,
+        stream: Any,
+        inputs: Mapping[str, Sequence[str]],
+    ) -> None:
         self._name = name
         self._engine = engine
+        self._inputs = inputs
         self._context = trt_context
         self._stream = stream
         self._buffers: dict[str, StagedBuffer] = {}
@@ -65,12 +74,13 @@ class StepContext:
             self._context.set_tensor_address(binding.output, address)
 
     def _set_input(self, name: str, shape: tuple[int, ...], address: int) -> None:
-        if not self._context.set_input_shape(name, shape):
-            raise DeviceError(
-                f"{self._name}: {name} {list(shape)} is outside the engine's profile"
-                f" {[list(s) for s in self._engine.get_tensor_profile_shape(name, 0)]}"
-            )
-        self._context.set_tensor_address(name, address)
+        for own in self._inputs[name]:
+            if not self._context.set_input_shape(own, shape):
+                raise DeviceError(
+                    f"{self._name}: {name} {list(shape)} is outside the engine's profile"
+                    f" {[list(s) for s in self._engine.get_tensor_profile_shape(own, 0)]}"
+                )
+            self._context.set_tensor_address(own, address)
 
     def run(self, feeds: Mapping[str, npt.NDArray[Any]], output: str) -> npt.NDArray[Any]:
         """Run a step of any shapes on the current stream; see `DeviceEngine.run`."""
@@ -113,7 +123,8 @@ class StepContext:
         return self._buffers[output].read(size).view(dtype).reshape(shape)
 
     def _dtype(self, name: str) -> np.dtype[Any]:
-        return DTYPES[self._engine.get_tensor_dtype(name).name]
+        own = self._inputs.get(name, (name,))[0]
+        return DTYPES[self._engine.get_tensor_dtype(own).name]
 
 
 class CapturedStep:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from m3trt.runtime.tensorrt import memory
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
@@ -111,3 +112,28 @@ def test_caches_take_most_of_the_memory_that_is_left():
     assert _pages_that_fit(page_bytes=100) == 9
     with pytest.raises(DeviceError, match="use a larger GPU"):
         _pages_that_fit(page_bytes=1000)
+
+
+def test_an_input_with_a_name_for_each_op_is_staged_once(engine_file, tmp_path, rng):
+    path = engine_file()
+    model = onnx.load(path)
+    own = onnx.ValueInfoProto()
+    own.CopyFrom(next(value for value in model.graph.input if value.name == "x"))
+    own.name = "x@Accumulate"
+    model.graph.input.append(own)
+    reader = next(node for node in model.graph.node if node.op_type == "Accumulate")
+    reader.input[list(reader.input).index("x")] = own.name
+    onnx.save(model, path)
+
+    engine = DeviceEngine(path, "tensorrt", Path("plugins.so"))
+    save_file({"layer.weight": WEIGHT}, tmp_path / "rank0.safetensors")
+    engine.bind_weights(tmp_path / "rank0.safetensors")
+    engine.bind_zeros("cache", (5, 3), "cache_out")
+    assert "x" in engine.inputs
+    assert own.name not in engine.inputs
+    x = rng.standard_normal((2, 3)).astype(np.float32)
+    assert np.allclose(engine.run({"x": x}, "y"), x @ WEIGHT.T)
+    cache = engine._bound["cache"].memory.numpy().view(np.float32).reshape(5, 3)
+    assert np.allclose(cache, x.sum(axis=0), atol=1e-6)
+    with pytest.raises(DeviceError, match=r"x \[9, 3\] is outside the engine's profile"):
+        engine.run({"x": np.zeros((9, 3), np.float32)}, "y")
