@@ -59,6 +59,11 @@ def choose(step: Step, kv_heads: int, kind: str = "cold", seed: int = 9) -> torc
     return ids.cuda()
 
 
+def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, matrix by matrix: under racecheck before 2026.4 cuBLAS crashes with batched ones."""
+    return torch.stack([x @ y for x, y in zip(a, b, strict=True)])
+
+
 class Case:
     """Inputs on the GPU; `run` calls a kernel, `reference` says what it should give."""
 
@@ -106,11 +111,12 @@ class Case:
             chosen = chosen.masked_fill(~visible[:, :, None, :, None], 0.0).to(dtype)
             k, v = (chosen[:, :, half].flatten(1, 2) for half in range(2))
             q = self.q[tokens, head * group : (head + 1) * group].to(dtype)
-            score = (q @ k.transpose(1, 2) * SCALE).masked_fill(~visible.flatten(1)[:, None], -1e30)
+            score = products(q, k.transpose(1, 2)) * SCALE
+            score = score.masked_fill(~visible.flatten(1)[:, None], -1e30)
             wide = torch.promote_types(dtype, torch.float32)
             weights = torch.softmax(score, dim=-1, dtype=wide).to(dtype)
             seen = visible.flatten(1).any(1)[:, None, None]
-            out.append((weights @ v).masked_fill(~seen, 0.0))
+            out.append(products(weights, v).masked_fill(~seen, 0.0))
         return torch.cat(out, dim=1).flatten(1)
 
     def check(self, out: torch.Tensor, most: int = 600) -> None:
