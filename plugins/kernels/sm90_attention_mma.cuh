@@ -24,6 +24,11 @@ __device__ inline uint64_t column_descriptor(uint32_t address, uint32_t next_col
          (address & 0x3FFFF) >> 4;
 }
 
+// The descriptor of what lies `bytes` further on.
+__device__ inline uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xFFFFFFFF00000000) | (static_cast<uint32_t>(descriptor) + bytes / 16);
+}
+
 __device__ inline void fence() {
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 }

@@ -125,11 +125,59 @@ def test_long_contexts(shape: str) -> None:
     check_exact(make_step([], [70_001, 8], q_len=3), shape)
 
 
-def check_exact(batch: Step, shape: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("shape", ["gqa8-bf16", "gqa16-bf16"])
+@pytest.mark.parametrize("keys", ["rising", "falling", "negative"])
+def test_maximum_moves(keys: str, shape: str) -> None:
+    """Pages whose scores exceed those of all earlier ones, by far and by little."""
+    check_exact(make_step([Request(300, 1500), Request(20, 900)]), shape, keys)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("cut", [1, 24, 35])
+def test_rows_do_not_depend_on_their_chunk(cut: int) -> None:
+    """A chunk in two steps gives the bits of one step, although its rows share tiles."""
+    whole = make_step([Request(40, 1500)])
+    spec = node("bf16", "bf16", 16, 1)
+    inputs = dict(whole.inputs)
+    inputs["q"] = rows(whole, 1, 16, 128, dtype="bf16", scale=2.0)
+    inputs["kv_cache"] = scaled_keys(whole, kv_pool(whole, 1, "bf16", seed=2), "rising")
+    expected = harness.run(spec, inputs)["out"]
+    for first, last in ((0, cut), (cut, 40)):
+        part = dict(inputs)
+        part["q"] = inputs["q"][first:last]
+        part["cu_query_lens"] = torch.tensor([0, last - first], dtype=torch.int32)
+        part["sequence_length"] = torch.tensor([1460 + last], dtype=torch.int32)
+        assert harness.same_bits(harness.run(spec, part)["out"], expected[first:last])
+
+
+def scaled_keys(batch: Step, pages: torch.Tensor, keys: str) -> torch.Tensor:
+    """Keys a tenth as large to eight times as large, from page to page of each request.
+
+    Rising in the order in which kernels read pages, from the last to the first; or none positive.
+    """
+    if keys == "negative":
+        pages[:, 0] = -pages[:, 0].abs()
+    for own in batch.pages:
+        factors = torch.logspace(3, -3.3, len(own), base=2).tolist()
+        for page, factor in zip(own, factors if keys == "rising" else factors[::-1], strict=True):
+            pages[page, 0] *= factor
+    return pages
+
+
+def check_exact(batch: Step, shape: str, keys: str = "alike") -> None:
     dtype, cache, heads, kv_heads = SHAPES[shape]
     inputs = dict(batch.inputs)
     inputs["q"] = rows(batch, 1, heads, 128, dtype=dtype, scale=2.0)
     inputs["kv_cache"] = kv_pool(batch, kv_heads, cache, seed=2)
+    if keys != "alike":
+        inputs["kv_cache"] = scaled_keys(batch, inputs["kv_cache"], keys)
+    if keys == "negative":
+        inputs["q"] = inputs["q"].abs()
     inputs["kv_scale"] = torch.tensor([0.75])
     out = harness.run(node(*SHAPES[shape]), inputs)["out"]
 
