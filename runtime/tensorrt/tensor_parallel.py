@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -85,6 +86,7 @@ class TensorParallelExecutor:
                 " smaller --tp_size, or serve with --executor reference"
             )
         self._failure = ""
+        self._joined_or_failed = threading.Event()
         self._closing = False
         self._communicator: Communicator | None = None
         self._ranks: list[RankProcess] = []
@@ -94,8 +96,8 @@ class TensorParallelExecutor:
         def agree(pages: int) -> int:
             agreed = min(pages, *(_pages_of(rank) for rank in self._ranks))
             self._tell(agreed)
-            self._watcher.start()  # NCCL waits for ever for a rank that does not come: say which
-            self._communicator = Communicator(size, 0, group, plugin_library)
+            self._watcher.start()
+            self._communicator = self._join(size, group, plugin_library)
             self._check()  # a rank that failed before there was something to abort
             return agreed
 
@@ -142,6 +144,28 @@ class TensorParallelExecutor:
         finally:
             self._end_ranks(GRACE_S + 5.0)
 
+    def _join(self, size: int, group: bytes, plugin_library: Path) -> Communicator:
+        """Wait until all ranks have come or one has failed.
+
+        NCCL itself waits for ever for a rank that does not come, so it does in a thread, which is
+        then left behind. (A communicator that joins without waiting would never wait: each
+        collective of a step could return before it is launched.)
+        """
+        joined: Future[Communicator] = Future()
+        joined.add_done_callback(lambda _: self._joined_or_failed.set())
+
+        def join() -> None:
+            try:
+                import_torch().cuda.set_device(0)  # of this thread
+                joined.set_result(Communicator(size, 0, group, plugin_library))
+            except BaseException as error:
+                joined.set_exception(error)
+
+        threading.Thread(target=join, name="m3-join", daemon=True).start()
+        self._joined_or_failed.wait()
+        self._check()
+        return joined.result()
+
     def _tell(self, what: object) -> None:
         message = ForkingPickler.dumps(what)
         for rank in self._ranks:
@@ -164,6 +188,7 @@ class TensorParallelExecutor:
         if not self._failure:
             self._failure = reason
             logger.error("%s", reason)
+            self._joined_or_failed.set()
             if self._communicator is not None:
                 self._communicator.abort()
 

@@ -224,6 +224,23 @@ def test_norms_rotates_and_writes(step: str, shape: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.full
 @gpu
+@pytest.mark.parametrize("shape", ["dense-bf16", "sparse-e4m3-kv", "sparse-e4m3-both"])
+@pytest.mark.parametrize("tokens", [1029, 4205])
+def test_long_steps(tokens: int, shape: str) -> None:
+    """From 1,024 tokens on a block takes two tokens, from 4,096 on eight; the last takes fewer."""
+    rest = tokens - 705
+    batch = make_step(
+        [Request(rest, rest + 100), Request(0, 0), Request(300, 300), Request(400, 1000)],
+        padded_tokens=5,
+    )
+    assert batch.num_tokens == tokens
+    inputs = make_inputs(batch, SHAPES[shape])
+    check(batch, SHAPES[shape], inputs, harness.run(node(SHAPES[shape]), inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
 def test_angles_of_the_last_positions_are_exact() -> None:
     """Positions up to 1,048,575 rotate by up to a million radians."""
     shape = SHAPES["sparse-f32"]
