@@ -138,25 +138,17 @@ TARGETS = {
 
 def full() -> list[Case]:
     """Every case that the project's targets name, first, and those around them."""
-    cases = [
-        *MAIN,
-        *(
-            one(TP1, new, prefix)
-            for new, prefix in (
-                (8 * K, 61440),
-                (338, 74240),
-                (1404, 45440),
-                (10295, 75520),
-                (16 * K, 157440),
-            )
-        ),
-        *MIXED,
-    ]
+    cases = [*MAIN, one(TP1, 8 * K, 61440)]
     for heads in (TP4, TP8):
         cases += [
             one(heads, new, prefix, dense=False)
             for new, prefix in ((2 * K, 64 * K), (16 * K, 31360), (16 * K, 128 * K))
         ]
+    cases += MIXED
+    cases += [
+        one(TP1, new, prefix)
+        for new, prefix in ((1404, 45440), (338, 74240), (10295, 75520), (16 * K, 157440))
+    ]
     cases += [
         one(TP1, new, prefix)
         for new in (512, 16 * K, 8 * K, 2 * K)
