@@ -23,7 +23,10 @@ L2_BYTES = 60e6
 KERNELS = (
     ("AllReduce", r"nccl\w*AllReduce"),
     ("AllGather", r"nccl\w*AllGather|interleave_ranks"),
-    ("SparseAttention", r"sparse_attention|selected_decode|SparsePrefill|Invert|MergeParams"),
+    (
+        "SparseAttention",
+        r"sparse_attention|(selected|page)_decode|SparsePrefill|Invert|MergeParams",
+    ),
     ("PagedAttention", r"paged_attention|PagedDecode|PagedPrefill"),
     ("BlockSelect", r"BlockSelect"),
     ("CacheUpdate", r"cache_update"),

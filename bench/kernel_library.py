@@ -29,6 +29,7 @@ SOURCES = (
     KERNELS / "smxx_cache_update.cu",
     KERNELS / "smxx_paged_decode.cu",
     KERNELS / "smxx_selected_decode.cu",
+    KERNELS / "smxx_page_decode.cu",
     KERNELS / "smxx_paged_prefill.cu",
     KERNELS / "sm90_paged_prefill.cu",
     KERNELS / "smxx_invert_blocks.cu",

@@ -93,6 +93,14 @@ __device__ inline uint32_t widen(uint32_t pair) {
   return reinterpret_cast<uint32_t const&>(wide);
 }
 
+// For a row of queries in fp16: a power of two that brings the largest value's exponent to 13, and
+// its inverse.
+__device__ inline float2 half_scale(float largest) {
+  uint32_t const exponent = max(__float_as_uint(row_max(largest)) >> 23, 14u);
+  return make_float2(__uint_as_float((267 - exponent) << 23),
+                     __uint_as_float((exponent - 13) << 23));
+}
+
 // A product's channels and keys may come in any order: lane j of four has channels 4 j .. 4 j + 3
 // of the queries and keys.
 template <>
@@ -114,10 +122,9 @@ struct Products<E4m3> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(value(bits[step], i)));
       }
-      // The largest value's exponent becomes 13.
-      uint32_t const exponent = max(__float_as_uint(row_max(largest)) >> 23, 14u);
-      float const up = __uint_as_float((267 - exponent) << 23);
-      q.scale[h] = __uint_as_float((exponent - 13) << 23);
+      float2 const scale = half_scale(largest);
+      float const up = scale.x;
+      q.scale[h] = scale.y;
 #pragma unroll
       for (int step = 0; step < kHeadSize / 16; ++step) {
         q.fragment[step][h] = pack_half(value(bits[step], 0) * up, value(bits[step], 1) * up);

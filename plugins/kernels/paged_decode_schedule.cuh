@@ -242,7 +242,7 @@ class ItemRounds {
 
   // Where the token is when every decode request before it has its q_len tokens.
   __device__ void read() {
-    request_ = p_.tokens.num_requests - p_.num_decode + token_ / p_.q_len;
+    request_ = max(0, p_.tokens.num_requests - p_.num_decode + token_ / p_.q_len);
     begin_ = p_.tokens.cu_query_lens[request_];
     end_ = p_.tokens.cu_query_lens[request_ + 1];
     length_ = p_.tokens.sequence_length[request_];

@@ -2,6 +2,7 @@
 
 #include "kernels/cluster.cuh"
 #include "kernels/paged_decode_attend.cuh"
+#include "kernels/smxx_page_decode.h"
 #include "kernels/smxx_selected_decode.h"
 #include "kernels/this_device.h"
 
@@ -189,6 +190,7 @@ cudaError_t launch_rounds(PagedDecodeParams const& p, Rounds const& rounds, int 
 template <class Cache>
 cudaError_t launch(PagedDecodeParams const& p, int processors, cudaStream_t stream) {
   int const items = p.num_decode * p.q_len * p.num_kv_heads;
+  if (suits_page_decode(items, p.top_k, processors)) return launch_page_decode(p, stream);
   Rounds const rounds = rounds_of(items, p.top_k, processors);
   return rounds.cluster == 1 ? launch_rounds<Cache, false>(p, rounds, items, stream)
                              : launch_rounds<Cache, true>(p, rounds, items, stream);

@@ -89,6 +89,8 @@ def test_kernels_belong_to_ops():
         "m3::kernels::selected_decode_kernel<__nv_bfloat16, true>(PagedDecodeParams, BulkMaps)"
     )
     assert op_of(selected) == "SparseAttention"
+    page = "m3::kernels::page_decode_kernel<__nv_bfloat16>(PagedDecodeParams, BulkMaps, int)"
+    assert op_of(page) == "SparseAttention"
     assert op_of("m3::kernels::merge_kernel(PagedDecodeParams, int, Workspace)") == "PagedAttention"
     assert op_of("m3::kernels::select_top_kernel(BlockSelectParams, SelectRound)") == "BlockSelect"
     assert op_of("m3::kernels::fill_kernel(InvertParams, InvertedBlocks, int)") == "SparseAttention"

@@ -1,0 +1,241 @@
+#include "kernels/cluster.cuh"
+#include "kernels/paged_decode_attend.cuh"
+#include "kernels/paged_decode_page.cuh"
+#include "kernels/smxx_page_decode.h"
+
+namespace m3::kernels {
+namespace {
+
+using namespace paged_decode;
+
+constexpr int PAGES = 16;  // of an item: a cluster of so many blocks
+constexpr int PAGE_THREADS = 32 * PAGE_WARPS;
+static_assert(PAGES == kMaxGroup, "a block joins and writes one row");
+
+template <class Cache>
+struct alignas(1024) PageShared {
+  uint8_t page[kBlockSize * kHeadSize * sizeof(Cache)];  // the table, then keys, then values
+  uint8_t rows[kMaxGroup * ROW_BYTES];                   // queries, later weights
+  WarpRows maxima, sums;
+  float out[PAGES][kHeadSize];  // of the block's row, from the blocks of the cluster
+  float2 totals[PAGES];         // maximum and sum of the weights
+  uint64_t arrived, queries_arrived, keys_arrived;
+};
+
+// An item's row of the page table, an input of the step: in shared memory before the selection is
+// known, or on its way to L2 where it is too long.
+class TableRow {
+ public:
+  template <class Cache>
+  __device__ TableRow(PackedTokens const& tokens, ItemRounds const& item, PageShared<Cache>& shared)
+      : row_(tokens.block_offsets + int64_t{item.request()} * tokens.max_pages),
+        pages_(min(tokens.max_pages, (item.length() + kBlockSize - 1) / kBlockSize)),
+        copy_(reinterpret_cast<int32_t*>(shared.page)),
+        fits_(pages_ <= static_cast<int32_t>(sizeof(shared.page) / sizeof(int32_t))) {
+    if (fits_) {
+      for (int32_t i = threadIdx.x; i < pages_; i += PAGE_THREADS) copy_[i] = row_[i];
+    } else {
+      for (int32_t i = threadIdx.x * 32; i < pages_; i += PAGE_THREADS * 32) prefetch(row_ + i);
+    }
+  }
+  __device__ int32_t page(int32_t block) const {
+    if (block < 0 || block >= pages_) return -1;
+    return fits_ ? copy_[block] : row_[block];
+  }
+
+ private:
+  int32_t const* row_;
+  int32_t pages_;
+  int32_t* copy_;
+  bool fits_;
+};
+
+// The selected page of a rank, and how many of its keys the item sees; -1 where there are fewer.
+__device__ int2 find_page(PagedDecodeParams const& p, ItemRounds const& item, TableRow const& table,
+                          int rank) {
+  int const lane = threadIdx.x % 32;
+  int64_t const row = int64_t{item.head()} * p.tokens.num_tokens + item.first_token();
+  int32_t const id = lane < p.top_k ? p.block_ids[row * p.top_k + lane] : -1;
+  int32_t const page = table.page(id);
+  unsigned const existing = __ballot_sync(~0u, page >= 0);
+  int const place = page >= 0 ? __popc(existing & ((1u << lane) - 1)) : -1;
+  int const source = __ffs(__ballot_sync(~0u, place == rank)) - 1;
+  if (source < 0) return make_int2(-1, 0);
+  int32_t const keys = min(kBlockSize, item.length() - id * kBlockSize);
+  return make_int2(__shfl_sync(~0u, page, source), __shfl_sync(~0u, keys, source));
+}
+
+// Grid: a cluster for each item, a block for each of its pages.
+template <class Cache>
+__global__ void __launch_bounds__(PAGE_THREADS, 2)
+    page_decode_kernel(__grid_constant__ PagedDecodeParams const p,
+                       __grid_constant__ BulkMaps const maps, int group) {
+  using P = PageProducts<Cache>;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  let_next_kernel_start();
+  auto& shared = *reinterpret_cast<PageShared<Cache>*>(memory);
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank();
+  uint32_t const queries_arrived = shared_address(&shared.queries_arrived);
+  uint32_t const keys_arrived = shared_address(&shared.keys_arrived);
+  if (threadIdx.x == 0) {
+    init_bulk_barrier(queries_arrived);
+    init_bulk_barrier(keys_arrived);
+    init_exchange(&shared.arrived);
+    if (rank < group) expect_exchange(&shared.arrived, sizeof(shared.out) + sizeof(shared.totals));
+  } else if (threadIdx.x == 32) {
+    prefetch_map(&maps.keys);
+  }
+  __syncthreads();
+  cluster_arrive();
+  ItemRounds item(p, static_cast<int32_t>(blockIdx.x) / PAGES, 1);
+  item.read();
+  // What the kernel before has yet to write may be on its way to L2 already.
+  auto const* const queries = static_cast<Bf16 const*>(p.q) + item.query(0, group) * kHeadSize;
+  if (threadIdx.x < group * 2) {
+    prefetch(queries + threadIdx.x * (kHeadSize / 2));
+  } else if (threadIdx.x >= PAGE_THREADS - 2) {
+    int64_t const row = int64_t{item.head()} * p.tokens.num_tokens + item.first_token();
+    prefetch(p.block_ids + row * p.top_k + (threadIdx.x == PAGE_THREADS - 1 ? p.top_k - 1 : 0));
+  }
+  item.resolve();
+  TableRow const table(p.tokens, item, shared);
+  __syncthreads();
+  cluster_wait();  // all blocks have started
+  // So far only inputs of the step were used, from here on results of its kernels.
+  wait_for_previous_kernel();
+
+  if (threadIdx.x == 32) {
+    expect_bulk(queries_arrived, group * ROW_BYTES);
+    copy_bulk(shared_address(shared.rows), queries, queries_arrived, group * ROW_BYTES);
+  }
+  int2 const page = find_page(p, item, table, rank);
+  fence_bulk();
+  __syncthreads();  // the table has been read
+  float maximum[2] = {-INFINITY, -INFINITY};
+  float out[2][4] = {};
+  if (page.x >= 0) {
+    DecodeView const& view = p.view;
+    int const id = page.x * view.ids_per_page + item.head() * view.ids_per_head;
+    int64_t const channel = item.head() * view.head_stride;
+    if (threadIdx.x == 0) {
+      expect_bulk(keys_arrived, sizeof(shared.page));
+#pragma unroll
+      for (int c = 0; c < static_cast<int>(sizeof(Cache)); ++c) {
+        copy_bulk(shared_address(shared.page) + c * kBlockSize * 128, &maps.keys, keys_arrived,
+                  static_cast<int>(channel) + 64 * c, 0, id);
+      }
+    }
+    HeldValues<Cache> values;
+    values.load(static_cast<Cache const*>(view.values) + id * view.page_stride + channel,
+                view.token_stride, page.y);
+    constexpr float kLog2E = 1.44269504088896341f;
+    float scale_log2 = p.softmax_scale * kLog2E;
+    if (p.kv_scale != nullptr) scale_log2 *= *p.kv_scale;
+    QueryRows q;
+    wait_bulk(queries_arrived, 0);
+    load_queries<Cache>(q, shared.rows);
+    float s[2][4] = {};
+    wait_bulk(keys_arrived, 0);
+    score_keys<Cache>(s, q, shared.page);
+    int const first_key = warp * WARP_KEYS + lane % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float const scale = scale_log2 * q.scale[h];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s[i / 2][2 * h + i % 2];
+        x = first_key + i / 2 * 8 + i % 2 < page.y ? x * scale : -INFINITY;
+        maximum[h] = fmaxf(maximum[h], x);
+      }
+      maximum[h] = row_max(maximum[h]);
+      if (lane % 4 == 0) shared.maxima.x[lane / 4 + 8 * h][warp] = maximum[h];
+    }
+    __syncthreads();  // queries and keys have been read as well
+    values.store(shared.page);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int const row = lane / 4 + 8 * h;
+      maximum[h] = shared.maxima.largest(row);
+      float const base =
+          (maximum[h] == -INFINITY ? 0.f : maximum[h]) - Products<Cache>::WEIGHT_SHIFT;
+      float sum = 0.f;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float const low = exp2_flushed(s[n][2 * h] - base);
+        float const high = exp2_flushed(s[n][2 * h + 1] - base);
+        sum += low + high;
+        uint32_t const at = swizzled<16>(row, 2 * warp + n) + lane % 4 * 4;
+        *reinterpret_cast<uint32_t*>(shared.rows + at) = P::pack(low, high);
+      }
+      sum = row_sum(sum);
+      if (lane % 4 == 0) shared.sums.x[row][warp] = sum;
+    }
+    __syncthreads();
+    P::sum(out, shared_address(shared.rows), shared_address(shared.page));
+  } else {
+    wait_bulk(queries_arrived, 0);
+  }
+
+  P::for_rows(out, [&](int h, int channel, float4 sum) {
+    int const row = lane / 4 + 8 * h;
+    if (row >= group) return;
+    store_remote(reinterpret_cast<float4*>(&shared.out[rank][channel]), &shared.arrived, row, sum);
+    if (channel == 0) {
+      float const total = page.x >= 0 ? shared.sums.sum(row) : 0.f;
+      store_remote(&shared.totals[rank], &shared.arrived, row,
+                   make_float2(h == 0 ? maximum[0] : maximum[1], total));
+    }
+  });
+  if (warp > 0 || rank >= group) return;
+  wait_exchange(&shared.arrived, 0);
+  float2 totals[PAGES];
+  float4 parts[PAGES];
+  float largest = -INFINITY, total = 0.f;
+#pragma unroll
+  for (int b = 0; b < PAGES; ++b) {
+    totals[b] = shared.totals[b];
+    parts[b] = load4(&shared.out[b][4 * lane]);
+    largest = fmaxf(largest, totals[b].x);
+  }
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int b = 0; b < PAGES; ++b) {
+    float const factor = share(totals[b].x, largest);
+    total += totals[b].y * factor;
+    axpy4(sum, parts[b], factor);
+  }
+  write_row(p, item.query(rank, group), 4 * lane, sum, total);
+}
+
+template <class Cache>
+cudaError_t launch(PagedDecodeParams const& p, cudaStream_t stream) {
+  auto* const kernel = page_decode_kernel<Cache>;
+  cudaError_t status = allow_shared(kernel, sizeof(PageShared<Cache>));
+  if (status != cudaSuccess) return status;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (status != cudaSuccess) return status;
+  // The kernels around it run under the same division of L1: changing it would empty the
+  // processors first.
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
+  if (status != cudaSuccess) return status;
+  BulkMaps maps;
+  status = encode_view(maps, p.view, kBlockSize);
+  if (status != cudaSuccess) return status;
+  int const items = p.num_decode * p.q_len * p.num_kv_heads;
+  return launch_clusters_behind(kernel, PAGES, dim3(items * PAGES), dim3(PAGE_THREADS),
+                                sizeof(PageShared<Cache>), stream, p, maps,
+                                p.num_heads / p.num_kv_heads);
+}
+
+}  // namespace
+
+bool suits_page_decode(int items, int top_k, int processors) {
+  return top_k <= PAGES && items * PAGES <= processors;
+}
+
+cudaError_t launch_page_decode(PagedDecodeParams const& p, cudaStream_t stream) {
+  return p.view.type == Type::kBfloat16 ? launch<Bf16>(p, stream) : launch<E4m3>(p, stream);
+}
+
+}  // namespace m3::kernels
