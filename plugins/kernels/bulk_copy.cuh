@@ -56,6 +56,17 @@ __device__ inline void copy_bulk(uint32_t to, CUtensorMap const* from, uint32_t 
 #endif
 }
 
+// Contiguous bytes, a multiple of 16.
+__device__ inline void copy_bulk(uint32_t to, void const* from, uint32_t barrier, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+#endif
+}
+
 // Orders what this thread wrote to shared memory before copies that are started behind the next
 // barrier.
 __device__ inline void fence_bulk() {
