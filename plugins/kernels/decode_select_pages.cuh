@@ -11,7 +11,7 @@ struct Round {
   int32_t first, count;
   uint32_t* scores;      // [count, decode_length, Hi, stride], ordered_score of the floats
   int64_t score_stride;  // max_pages, a multiple of 4
-  uint32_t rehearsals;   // blocks of the selection that start before the scores are there
+  int32_t processors;
 };
 
 struct DecodeRequest {
@@ -45,6 +45,7 @@ class PageCursor {
 
   __device__ int32_t count_pages() {
     int32_t sum = 0;
+#pragma unroll 1
     for (int32_t base = (round_.count - 1) / 32 * 32; base >= 0; base -= 32) {
       read(base);
       sum += lane_blocks_;
@@ -52,7 +53,7 @@ class PageCursor {
     return __reduce_add_sync(~0u, sum);
   }
 
-  // To a page that exists.
+  // To a page that exists, after count_pages.
   __device__ void seek(int32_t page) {
     for (int32_t base = 0; base < round_.count; base += 32) {
       if (base != base_) read(base);
@@ -74,8 +75,9 @@ class PageCursor {
   }
 
   // To the next page; true when it belongs to another request. Behind the last it stays.
-  __device__ bool advance() {
-    if (++block_ < num_blocks_) return false;
+  __device__ bool advance() { return ++block_ == num_blocks_ && next_request(); }
+
+  __device__ bool next_request() {
     unsigned later = __ballot_sync(~0u, lane_blocks_ > 0 && lane() > at_);
     for (int32_t base = base_ + 32; later == 0; base += 32) {
       if (base >= round_.count) return false;
@@ -87,9 +89,12 @@ class PageCursor {
     return true;
   }
 
+  // Behind so many pages of this request.
+  __device__ void skip(int32_t pages) { block_ += pages; }
+
   __device__ DecodeRequest const& request() const { return request_; }
   __device__ int32_t block() const { return block_; }
-  __device__ bool is_last() const { return block_ + 1 == num_blocks_; }  // of the request
+  __device__ int32_t pages_left() const { return num_blocks_ - block_; }  // of the request
   __device__ uint32_t* scores() const {  // of the request's first row
     int64_t const rows = int64_t{p_.decode_length} * p_.num_index_heads;
     return round_.scores + (base_ + at_) * rows * round_.score_stride;

@@ -1,9 +1,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/decode_select_pages.cuh"
-#include "kernels/mma_sync.cuh"
-#include "kernels/programmatic_launch.cuh"
+#include "kernels/decode_select_slices.cuh"
 #include "kernels/smxx_decode_select.h"
 #include "kernels/this_device.h"
 #include "kernels/top_blocks.cuh"
@@ -18,81 +16,9 @@ using namespace decode_select;
 
 constexpr int64_t SCORE_BUDGET = int64_t{64} << 20;
 
-// ---- Scores. A block of threads takes an equal piece of the line, and each of its warps 16 keys
-// of every page.
+// ---- Scores. A block of threads takes an equal piece of the line.
 
-constexpr int KEYS = 16;
-constexpr int WARPS = kBlockSize / KEYS;
 constexpr int STEPS = kHeadSize / 16;  // channels of one product
-
-// A warp's ring of slices, 16 keys each.
-template <class C>
-struct Slices {
-  static constexpr int ROW_BYTES = kHeadSize * sizeof(C);
-  static constexpr int CHUNKS = ROW_BYTES / 16;
-  static constexpr int BYTES = KEYS * ROW_BYTES;
-};
-
-// Brings a warp's slices into its ring.
-template <class C>
-class SliceLoader {
-  using S = Slices<C>;
-
- public:
-  __device__ SliceLoader(BlockSelectParams const& p, PageCursor const& cursor, int32_t num_pages,
-                         uint8_t* ring)
-      : p_(p), cursor_(cursor), pages_left_(num_pages), ring_(ring) {}
-
-  // The next slice, none behind the last. Until the previous kernel has ended only keys of earlier
-  // steps are loaded.
-  __device__ void load(int stage) {
-    if (pages_left_ > 0) {
-      int32_t const page = next_page();
-      int const lane = threadIdx.x % 32;
-      uint8_t* const to = ring_ + stage * S::BYTES;
-      if (page >= 0) {
-        auto const* const from = static_cast<uint8_t const*>(p_.index_cache) +
-                                 (int64_t{page} * WARPS + threadIdx.x / 32) * S::BYTES + lane * 16;
-        uint32_t const at = shared_address(to);
-#pragma unroll
-        for (int i = 0; i < S::BYTES / 512; ++i) {
-          int const chunk = i * 32 + lane;
-          copy_async(at + swizzled<S::CHUNKS>(chunk / S::CHUNKS, chunk % S::CHUNKS), from + i * 512,
-                     true);
-        }
-      } else {  // a missing page scores like one of NaN
-        for (int i = lane; i < S::BYTES / 16; i += 32) {
-          reinterpret_cast<uint4*>(to)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-        }
-      }
-      if (--pages_left_ > 0) opens_request_ = cursor_.advance();
-    }
-    commit_copies();
-  }
-
-  __device__ void wait_for_previous() {
-    if (!waited_) wait_for_previous_kernel();
-    waited_ = true;
-  }
-
- private:
-  __device__ int32_t next_page() {
-    int32_t const block = cursor_.block(), window = block / 32;
-    if (opens_request_ || window != window_) {
-      table_ = page_of(p_.tokens, cursor_.request().request, window * 32 + threadIdx.x % 32);
-      window_ = window;
-    }
-    if (!cursor_.is_old()) wait_for_previous();
-    return __shfl_sync(~0u, table_, block % 32);
-  }
-
-  BlockSelectParams const& p_;
-  PageCursor cursor_;
-  int32_t pages_left_;
-  uint8_t* ring_;
-  bool opens_request_ = true, waited_ = false;
-  int32_t window_ = 0, table_ = -1;  // 32 entries of the table, one a lane
-};
 
 // The queries of a request as the other operand: column = token * Hi + head.
 template <int kTiles>
@@ -101,30 +27,27 @@ struct Queries {
   float factor[kTiles][2];  // e4m3: what makes real scores of the sums
 };
 
-// Which channels meet in a product is free, as long as keys and queries agree. Four e4m3 of a lane
-// become two pairs for one step, so its channels 4t .. 4t+3 stand side by side; bf16 has 2t, 2t+1
-// and 8 + 2t, 9 + 2t.
+// Which channels meet in a product is free, as long as keys and queries agree. So a lane takes 16
+// bytes of neighbouring channels of a key at once, chunk 4 i + lane % 4, and the same of a query.
 // Through L1: all warps of the GPU want the same few lines when the batch is small.
 template <class C, int kTiles>
-__device__ void load_queries(BlockSelectParams const& p, DecodeRequest const& r,
+__device__ void load_queries(BlockSelectParams const& p, int32_t first_token, int32_t num_tokens,
                              Queries<kTiles>& q) {
-  constexpr bool kWide = std::is_same_v<C, E4m3>;
+  constexpr int SHARE = 2 / sizeof(C);  // of a chunk's keys that 16 bytes of queries face
   int const lane = threadIdx.x % 32;
-  auto const* const first = static_cast<Bf16 const*>(p.index_q) +
-                            int64_t{r.first_token} * p.num_index_heads * kHeadSize +
-                            lane % 4 * (kWide ? 4 : 2);
+  auto const* const first =
+      static_cast<Bf16 const*>(p.index_q) + int64_t{first_token} * p.num_index_heads * kHeadSize;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     int const column = n * 8 + lane / 4;
-    bool const valid = column < r.num_tokens * p.num_index_heads;
-    Bf16 const* const from = first + column * kHeadSize;
+    bool const valid = column < num_tokens * p.num_index_heads;
+    auto const* const from = reinterpret_cast<uint4 const*>(first + column * kHeadSize);
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        auto const* const pair = from + step * 16 + half * (kWide ? 2 : 8);
-        q.pairs[n][step][half] = valid ? *reinterpret_cast<uint32_t const*>(pair) : 0;
-      }
+    for (int i = 0; i < STEPS / 2; ++i) {
+      uint4 four{};
+      if (valid) four = from[(i / SHARE * 4 + lane % 4) * SHARE + i % SHARE];
+      q.pairs[n][2 * i][0] = four.x, q.pairs[n][2 * i][1] = four.y;
+      q.pairs[n][2 * i + 1][0] = four.z, q.pairs[n][2 * i + 1][1] = four.w;
     }
   }
 }
@@ -170,64 +93,91 @@ __device__ uint32_t e4m3_to_half(uint32_t pair) {
   return reinterpret_cast<uint32_t const&>(x);
 }
 
-// best[2n + i]: the best score of columns 8n + 2 (lane % 4) + i among the lane's keys.
+// best[2n + i]: the best score of columns 8n + 2 (lane % 4) + i among the lane's keys, those before
+// included.
 template <class C, int kTiles>
-__device__ void score_slice(uint8_t const* slice, Queries<kTiles> const& q,
-                            float (&best)[2 * kTiles]) {
-  using S = Slices<C>;
+__device__ void score_slice(uint32_t slice, Queries<kTiles> const& q, float (&best)[2 * kTiles]) {
   constexpr bool kWide = std::is_same_v<C, E4m3>;
+  constexpr int ROW_BYTES = Slices<C>::ROW_BYTES;
   constexpr int CHAINS = 2;  // of products that do not wait for each other
   int const lane = threadIdx.x % 32;
-  uint32_t const keys = shared_address(slice);
-  float sums[kTiles][CHAINS][4] = {};
+  bool const odd = (lane & 4) != 0;
+  uint32_t const from = slice + lane / 4 * ROW_BYTES + lane % 4 * 16;
 #pragma unroll
-  for (int chunk = 0; chunk < S::CHUNKS; chunk += 2) {
-    uint32_t x[4];
-    load_matrices(x, keys + swizzled<S::CHUNKS>(lane % 16, chunk + lane / 16));
-    if constexpr (kWide) {
+  for (int keys = 0; keys < Slices<C>::KEYS; keys += 16) {
+    float sums[kTiles][CHAINS][4] = {};
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        uint32_t const low = x[2 * part], high = x[2 * part + 1];
-        uint32_t const a[4] = {e4m3_to_half(low & 0xffff), e4m3_to_half(high & 0xffff),
-                               e4m3_to_half(low >> 16), e4m3_to_half(high >> 16)};
+    for (int pair = 0; pair < ROW_BYTES / 64; pair += 2) {
+      // Rows lane / 4 and 8 below it. Every other row reads the second chunk first: two rows of the
+      // same chunks would share their banks.
+      uint32_t rows[2][2][4];
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          uint32_t const(&b)[2] = q.pairs[n][chunk + part];
-          multiply_add_half(sums[n][part], a, b[0], b[1]);
+      for (int turn = 0; turn < 2; ++turn) {
+        uint32_t const at = from + keys * ROW_BYTES + (pair + (odd ? 1 - turn : turn)) * 64;
+        load_shared(rows[turn][0], at);
+        load_shared(rows[turn][1], at + 8 * ROW_BYTES);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t upper[4], lower[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          upper[k] = odd ? rows[1 - half][0][k] : rows[half][0][k];
+          lower[k] = odd ? rows[1 - half][1][k] : rows[half][1][k];
+        }
+        constexpr int PRODUCTS = kWide ? 4 : 2;
+#pragma unroll
+        for (int j = 0; j < PRODUCTS; ++j) {
+          uint32_t a[4];
+          if constexpr (kWide) {
+            a[0] = e4m3_to_half(upper[j] & 0xffff), a[1] = e4m3_to_half(lower[j] & 0xffff);
+            a[2] = e4m3_to_half(upper[j] >> 16), a[3] = e4m3_to_half(lower[j] >> 16);
+          } else {
+            a[0] = upper[2 * j], a[1] = lower[2 * j];
+            a[2] = upper[2 * j + 1], a[3] = lower[2 * j + 1];
+          }
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            uint32_t const(&b)[2] = q.pairs[n][(pair + half) * PRODUCTS + j];
+            if constexpr (kWide) {
+              multiply_add_half(sums[n][j % CHAINS], a, b[0], b[1]);
+            } else {
+              multiply_add(sums[n][j % CHAINS], a, b[0], b[1]);
+            }
+          }
         }
       }
-    } else {
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        uint32_t const(&b)[2] = q.pairs[n][chunk / 2];
-        multiply_add(sums[n][chunk / 2 % CHAINS], x, b[0], b[1]);
-      }
     }
-  }
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float upper = sums[n][0][i] + sums[n][1][i], lower = sums[n][0][i + 2] + sums[n][1][i + 2];
-      if constexpr (kWide) upper *= q.factor[n][i], lower *= q.factor[n][i];
-      best[2 * n + i] = fmaxf(fmaxf(-INFINITY, upper), lower);  // drops a NaN
+      for (int i = 0; i < 2; ++i) {
+        float upper = sums[n][0][i] + sums[n][1][i], lower = sums[n][0][i + 2] + sums[n][1][i + 2];
+        if constexpr (kWide) upper *= q.factor[n][i], lower *= q.factor[n][i];
+        best[2 * n + i] = fmaxf(fmaxf(best[2 * n + i], upper), lower);  // drops a NaN
+      }
     }
   }
 }
 
-// Scores on their way to memory. A score is 4 bytes and its row continues with the next block:
-// single ones would cost the memory more than the keys' last percents.
+// Scores of a batch of pages on their way to memory. A score is 4 bytes and its row continues with
+// the next block: single ones would cost the memory more than the keys' last percents.
 template <int kTiles>
 struct Scores {
   static constexpr int COLUMNS = 8 * kTiles;
-  static constexpr int BLOCKS = kTiles <= 2 ? 32 : 64 / kTiles;
-  static constexpr int BYTES = WARPS * COLUMNS * BLOCKS * 4;
+  static constexpr int PAGES = 256 / kTiles;  // of a batch
+  static constexpr int PITCH = PAGES + 1;
+  static constexpr int WORDS = COLUMNS * PITCH;
 
-  uint32_t* staged;  // [warps, columns, blocks]
+  uint32_t* staged;  // [columns, pages], 0 before
 
-  // The maximum over the lanes that hold other keys. In each round a lane passes on half of its
-  // values and keeps the others.
-  __device__ void stage(int32_t block, float (&x)[2 * kTiles]) const {
+  __device__ void clear() const {
+    for (int i = threadIdx.x; i < WORDS; i += THREADS) staged[i] = 0;
+  }
+
+  // The maximum over the lanes that hold other keys, and over all warps. In each round a lane
+  // passes on half of its values and keeps the others.
+  __device__ void add(int32_t page, float (&x)[2 * kTiles]) const {
     int const lane = threadIdx.x % 32;
     int first = 0, copies = 0;
 #pragma unroll
@@ -250,92 +200,124 @@ struct Scores {
 #pragma unroll
     for (int i = 0; i < (kTiles + 3) / 4; ++i) {
       int const column = (first + i) / 2 * 8 + lane % 4 * 2 + (first + i) % 2;
-      uint32_t* const warp = staged + threadIdx.x / 32 * COLUMNS * BLOCKS;
-      warp[column * BLOCKS + block % BLOCKS] = ordered_score(x[i]);
+      atomicMax(staged + column * PITCH + page, ordered_score(x[i]));
     }
-  }
-
-  // Blocks [first, last], which lie in one group of BLOCKS. All warps call it together.
-  __device__ void write(uint32_t* scores, int64_t stride, int columns, int32_t first,
-                        int32_t last) const {
-    __syncthreads();  // staged
-    for (int i = threadIdx.x; i < columns * BLOCKS; i += 32 * WARPS) {
-      int32_t const block = last / BLOCKS * BLOCKS + i % BLOCKS;
-      if (block < first || block > last) continue;
-      uint32_t best = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) best = max(best, staged[w * COLUMNS * BLOCKS + i]);
-      scores[i / BLOCKS * stride + block] = best;
-    }
-    __syncthreads();  // read
   }
 };
 
+// Calls write(word, column, page) with the word of every score of the pages [begin, end) in the
+// columns first_column, first_column + step, ...; a warp, whose cursor goes from begin to end.
+template <class F>
+__device__ void for_each_score(PageCursor& cursor, Round const& round, int heads, int32_t begin,
+                               int32_t end, int first_column, int step, F const& write) {
+  for (int32_t page = begin; page < end;) {
+    if (cursor.pages_left() == 0) cursor.next_request();
+    int32_t const count = min(cursor.pages_left(), end - page);
+    uint32_t* const rows = cursor.scores() + cursor.block();
+#pragma unroll 1
+    for (int c = first_column; c < cursor.request().num_tokens * heads; c += step) {
+#pragma unroll 1
+      for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
+        write(rows[c * round.score_stride + i], c, page + i);
+      }
+    }
+    page += count;
+    cursor.skip(count);
+  }
+}
+
+// Either the selection starts when the scores' blocks do and waits for their end, or it starts when
+// no old score is left and waits for each new one. The latter is quicker where scoring takes longer
+// than the start of a kernel, unless so many selections wait that they disturb the scores.
+__device__ bool selects_behind(int64_t pages, int processors) {
+  return pages <= processors || pages > 32 * processors;
+}
+
 // Grid: as many blocks as the GPU runs at once.
 template <class C, int kTiles, int kStages>
-__global__ void __launch_bounds__(32 * WARPS, 1)
+__global__ void __launch_bounds__(THREADS, kTiles == 1 ? 2 : 1)
     score_pages_kernel(__grid_constant__ BlockSelectParams const p,
                        __grid_constant__ Round const round) {
+  using S = Scores<kTiles>;
+  using Ring = SliceRing<C, kStages, S::PAGES>;
+  constexpr int OF_PAGE = Slices<C>::OF_PAGE;
   extern __shared__ __align__(128) uint8_t memory[];
-  let_next_kernel_start();
   PageCursor cursor(p, round);
   int64_t const total = cursor.count_pages();
+  bool const early = selects_behind(total, round.processors);
+  if (early) let_next_kernel_start();
   auto const begin = static_cast<int32_t>(total * blockIdx.x / gridDim.x);
   auto const end = static_cast<int32_t>(total * (blockIdx.x + 1) / gridDim.x);
   if (begin == end) {
     wait_for_previous_kernel();
+    let_next_kernel_start();
     return;
   }
-  cursor.seek(begin);
-  constexpr int RING_BYTES = kStages * Slices<C>::BYTES;
-  uint8_t* const ring = memory + threadIdx.x / 32 * RING_BYTES;
-  Scores<kTiles> const scores{reinterpret_cast<uint32_t*>(memory + WARPS * RING_BYTES)};
-  uint8_t const* const idle = memory + WARPS * RING_BYTES + Scores<kTiles>::BYTES;
-  SliceLoader<C> loader(p, cursor, end - begin, ring);
+  int const warp = threadIdx.x / 32, heads = p.num_index_heads;
+  S const scores{reinterpret_cast<uint32_t*>(memory + WARPS * Ring::BYTES)};
+  auto* const shared = reinterpret_cast<typename Ring::Shared*>(scores.staged + S::WORDS);
+  Ring ring(p, cursor, begin, end, memory + warp * Ring::BYTES, shared[warp]);
 #pragma unroll 1
-  for (int s = 0; s < kStages; ++s) loader.load(s);
+  for (int s = 0; s < kStages; ++s) ring.load(s);
+  cursor.seek(begin);
+  scores.clear();
+  __syncthreads();
+  ring.wait_for_previous();
+  if (warp == CLEARING_WARP && !early) {
+    PageCursor clearing = cursor;
+    for_each_score(clearing, round, heads, begin, end, 0, 1,
+                   [](uint32_t& word, int, int32_t) { word = 0; });
+    __threadfence();
+    __syncwarp();
+    let_next_kernel_start();
+  }
 
   float const scale = p.index_scale == nullptr ? 1.f : *p.index_scale;
   Queries<kTiles> queries{};
-  bool opens_request = true;
-  int stage = 0;
-  int32_t unwritten = cursor.block();
-  // The first turn is a rehearsal on whatever lies there, which brings the code into the caches
-  // while the previous kernel ends.
-  for (int32_t page = begin - 1; page < end; ++page) {
-    DecodeRequest const& request = cursor.request();
-    int32_t const block = cursor.block();
-    bool const rehearses = page < begin;
-    if (opens_request && !rehearses) {
-      load_queries<C>(p, request, queries);
-      if constexpr (std::is_same_v<C, E4m3>) queries_to_half(scale, queries);
+  bool missing = false;
+  int stage = 0, turn = 0;
+  float best[2 * kTiles];
+#pragma unroll
+  for (float& x : best) x = -INFINITY;
+#pragma unroll 1
+  for (int32_t batch = begin; batch < end; batch += S::PAGES) {
+    int32_t const batch_end = min(batch + S::PAGES, end);
+#pragma unroll 1
+    for (Share share = Share::of(batch, batch_end, OF_PAGE); share.next < share.last;) {
+      typename Ring::Mark mark;
+      if (ring.take_mark(stage, mark)) {
+        missing = mark.missing;
+        if (mark.opens_request) {
+          load_queries<C>(p, mark.first_token, mark.num_tokens, queries);
+          if constexpr (std::is_same_v<C, E4m3>) queries_to_half(scale, queries);
+        }
+      }
+      ring.wait(stage, turn);
+      if (!missing) score_slice<C>(ring.slice(stage), queries, best);
+      __syncwarp();  // the slice may be overwritten
+      ring.load(stage);
+      if (++stage == kStages) stage = 0, ++turn;
+      int32_t const page = share.next / OF_PAGE;
+      if (++share.next % OF_PAGE != 0 && share.next != share.last) continue;
+      scores.add(page - batch, best);
+#pragma unroll
+      for (float& x : best) x = -INFINITY;
     }
-    if (!rehearses) wait_copies<kStages - 1>();
-    __syncwarp();  // the slice is complete
-    float best[2 * kTiles];
-    score_slice<C>(rehearses ? idle : ring + stage * Slices<C>::BYTES, queries, best);
-    scores.stage(block, best);
-    if (rehearses) {
-      loader.wait_for_previous();
-      continue;
-    }
-    __syncwarp();  // and may be overwritten
-    loader.load(stage);
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    if (page + 1 == end || cursor.is_last() || (block + 1) % Scores<kTiles>::BLOCKS == 0) {
-      scores.write(cursor.scores(), round.score_stride, request.num_tokens * p.num_index_heads,
-                   unwritten, block);
-      unwritten = block + 1;
-    }
-    opens_request = page + 1 < end && cursor.advance();
-    if (opens_request) unwritten = 0;
+    __syncthreads();  // staged
+    for_each_score(cursor, round, heads, batch, batch_end, warp, WARPS,
+                   [&](uint32_t& word, int column, int32_t page) {
+                     uint32_t& staged = scores.staged[column * S::PITCH + page - batch];
+                     word = staged;
+                     staged = 0;
+                   });
+    if (batch_end < end) __syncthreads();  // read
   }
 }
 
 // ---- Selection: a block of threads for each (request, token, index head).
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 768 / kThreads)
+__global__ void __launch_bounds__(kThreads, 512 / kThreads)
     select_pages_kernel(__grid_constant__ BlockSelectParams const p,
                         __grid_constant__ Round const round) {
   __shared__ top_blocks::Shared<kThreads> shared;
@@ -356,27 +338,27 @@ __global__ void __launch_bounds__(kThreads, 768 / kThreads)
   int32_t const count = p.top_k - low - (visible - high);
   top_blocks::Contest const row{round.scores + blockIdx.x * round.score_stride, low, high, count};
   bool const competes = token < request.num_tokens && visible > p.top_k && count > 0;
-  // A rehearsal on whatever lies there brings the code into the caches while scores are computed.
-#pragma unroll 1
-  for (int turn = blockIdx.x < round.rehearsals ? 0 : 1; turn < 2; ++turn) {
-    if (turn == 1) wait_for_previous_kernel();
-    if (competes) top_blocks::choose(row, shared);
-  }
-
+  bool const behind = selects_behind(PageCursor(p, round).count_pages(), round.processors);
+  if (behind) wait_for_previous_kernel();
   int32_t const padding = p.tokens.num_tokens - max(num_real, first_decode);
   for (int32_t i = blockIdx.x; i < padding * heads; i += gridDim.x) {
     if (thread < p.top_k) ids(i % heads, p.tokens.num_tokens - 1 - i / heads)[thread] = -1;
   }
-  if (token >= request.num_tokens || thread >= p.top_k) return;
-  int32_t* const out = ids(head, request.first_token + token);
-  if (visible <= p.top_k) {  // all of them, padding rows none
-    out[thread] = thread < visible ? thread : -1;
-    return;
+  if (competes) top_blocks::choose(row, shared);
+
+  if (token < request.num_tokens && thread < p.top_k) {
+    int32_t* const out = ids(head, request.first_token + token);
+    if (visible <= p.top_k) {  // all of them, padding rows none
+      out[thread] = thread < visible ? thread : -1;
+    } else {  // ascending; the own block is the highest id there is
+      if (thread < low) out[thread] = thread;
+      if (thread >= low + count) out[thread] = high + thread - (low + count);
+      if (thread < count)
+        out[low + top_blocks::place(shared, count, thread)] = shared.chosen[thread];
+    }
   }
-  // Ascending; the own block is the highest id there is.
-  if (thread < low) out[thread] = thread;
-  if (thread >= low + count) out[thread] = high + thread - (low + count);
-  if (thread < count) out[low + top_blocks::place(shared, thread)] = shared.chosen[thread];
+  // The next kernel relies on the end of both.
+  wait_for_previous_kernel();
 }
 
 int64_t stride_of(int64_t max_pages) {
@@ -402,25 +384,25 @@ cudaError_t ask_for_shared_memory(void const* kernel) {
 template <class C, int kTiles, int kStages>
 cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
                           cudaStream_t stream) {
-  constexpr int BYTES = (WARPS * kStages + 1) * Slices<C>::BYTES + Scores<kTiles>::BYTES;
+  using Ring = SliceRing<C, kStages, Scores<kTiles>::PAGES>;
+  constexpr int BYTES =
+      WARPS * (Ring::BYTES + sizeof(typename Ring::Shared)) + Scores<kTiles>::WORDS * 4;
   if (BYTES > device.shared_bytes) return cudaErrorInvalidConfiguration;
   auto* const kernel = score_pages_kernel<C, kTiles, kStages>;
   auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
   if (error != cudaSuccess) return error;
   error = ask_for_shared_memory(reinterpret_cast<void const*>(kernel));
   if (error != cudaSuccess) return error;
-  return launch_behind(kernel, dim3(device.processors), dim3(32 * WARPS), BYTES, stream, p, round);
+  return launch_behind(kernel, dim3(device.processors), dim3(THREADS), BYTES, stream, p, round);
 }
 
-// 160 KB of keys on their way on GPUs that have the room, else 64 KB.
+// 128 KB of keys on their way on GPUs that have the room, else 64 KB. More would leave none for the
+// kernel behind.
 template <class C, int kTiles>
 cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
                           cudaStream_t stream) {
-  constexpr int PAGE_BYTES = WARPS * Slices<C>::BYTES;
-  constexpr int MANY = 160 * 1024 / PAGE_BYTES, FEW = 64 * 1024 / PAGE_BYTES;
-  return device.shared_bytes >= (MANY + 1) * PAGE_BYTES
-             ? launch_scores<C, kTiles, MANY>(p, round, device, stream)
-             : launch_scores<C, kTiles, FEW>(p, round, device, stream);
+  return device.shared_bytes >= 160 * 1024 ? launch_scores<C, kTiles, 4>(p, round, device, stream)
+                                           : launch_scores<C, kTiles, 2>(p, round, device, stream);
 }
 
 template <class C>
@@ -479,8 +461,7 @@ cudaError_t launch_decode_select(BlockSelectParams const& p, void* workspace, cu
       std::clamp<int64_t>(SCORE_BUDGET / request_bytes, 1, p.num_decode_requests));
   for (int32_t first = 0; first < p.num_decode_requests; first += step) {
     Round const round{first, std::min(step, p.num_decode_requests - first),
-                      static_cast<uint32_t*>(workspace), stride,
-                      2u * static_cast<uint32_t>(device.processors)};
+                      static_cast<uint32_t*>(workspace), stride, device.processors};
     if (auto const error = launch_round(p, round, device, stream); error != cudaSuccess) {
       return error;
     }

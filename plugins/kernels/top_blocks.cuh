@@ -1,123 +1,194 @@
 #pragma once
 
 #include "kernels/block_rank.cuh"
+#include "kernels/mma_sync.cuh"
 #include "kernels/smxx_block_select.h"
 
-// The best blocks of one row, found by one block of threads. The last of the bests
-// of 64 groups that would be chosen is a lower bound for all; the few blocks that reach it are
-// ranked by counting.
+// The best blocks of one row, found by one block of threads. The last of the bests of 64 groups
+// that would be chosen is a lower bound for all; the few blocks that reach it are ranked by
+// counting. All of it waits for itself: instructions count, not bytes.
 namespace m3::kernels::top_blocks {
 
 constexpr int GROUPS = 64;  // of threads: a selection is smaller
-constexpr int HELD = 8;     // times four scores that a thread keeps in registers
 constexpr int MAX_CANDIDATES = 512;
 static_assert(kMaxTopK < GROUPS, "a group's best is a candidate");
 
 template <int kThreads>
-struct Shared {
-  uint64_t best[kThreads];
+struct alignas(16) Shared {
+  static constexpr int CHUNK = kThreads * 32;
+
+  uint32_t scores[CHUNK];  // of the row
   uint64_t candidates[MAX_CANDIDATES];
-  uint64_t bound;
-  int32_t num_candidates;
+  uint32_t best[GROUPS];
   int32_t chosen[kMaxTopK];
+  uint64_t bound;
+  uint32_t bound_score;
+  int32_t num_candidates;
 };
 
 // The blocks [low, high) compete for `count` places; the others are taken or not seen.
 struct Contest {
-  uint32_t const* scores;
+  uint32_t const* scores;  // from a multiple of 16 bytes; 0 where one is still to be written
   int32_t low, high;
   int32_t count;
+
+  __device__ bool competes(int32_t block) const { return block >= low && block < high; }
 };
 
-// A thread's scores of a chunk of the row, 0 for blocks that do not compete.
+// The threads of a group are neighbours.
 template <int kThreads>
-struct Held {
-  static constexpr int CHUNK = kThreads * HELD * 4;  // blocks
+struct Lane {
+  static constexpr int GROUP = kThreads / GROUPS;  // threads
 
-  uint32_t x[HELD][4];
+  int group, part;
 
-  __device__ static int32_t block(int32_t chunk, int i) {
-    return chunk * CHUNK + (i * kThreads + static_cast<int32_t>(threadIdx.x)) * 4;
-  }
-  // Past L1: scores may have been read here before they were written.
-  __device__ void load(Contest const& row, int32_t chunk) {
+  __device__ Lane()
+      : group(static_cast<int>(threadIdx.x) / GROUP), part(static_cast<int>(threadIdx.x) % GROUP) {}
+  template <class T, class F>
+  __device__ static T reduce(T x, F const& join) {
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      int32_t const first = block(chunk, i);
-      uint4 four{};
-      if (first < row.high) four = __ldcg(reinterpret_cast<uint4 const*>(row.scores + first));
-      x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
+    for (int offset = GROUP / 2; offset > 0; offset /= 2) {
+      x = join(x, __shfl_xor_sync(~0u, x, offset));
     }
+    return x;
+  }
+};
+
+// A part of the row in shared memory, of which every thread has 32 scores: neighbouring fours in a
+// long row, in a short one single scores so that no group remains without.
+template <int kThreads>
+struct Chunk {
+  static constexpr int SIZE = Shared<kThreads>::CHUNK;
+
+  Shared<kThreads>& shared;
+  Contest const& row;
+  int32_t base, size;
+  bool is_long;
+
+  __device__ Chunk(Shared<kThreads>& shared, Contest const& row, int32_t base)
+      : shared(shared),
+        row(row),
+        base(base),
+        size(min(SIZE, row.high - base)),
+        is_long(row.high - row.low > 8 * kThreads) {}
+
+  __device__ void copy(int32_t i) const {
+    copy_async(shared_address(shared.scores + i), row.scores + base + i, true);
+  }
+  __device__ bool lacks(int32_t i, uint32_t score) const {
+    return score == 0 && row.competes(base + i);
+  }
+
+  // Brings the scores, when all of them are written.
+  __device__ void load() const {
+#pragma unroll 4
+    for (int32_t i = threadIdx.x * 4; i < size; i += kThreads * 4) copy(i);
+    bool complete;
+    do {
+      commit_copies();
+      wait_copies<0>();
+      complete = true;
+#pragma unroll 1
+      for (int32_t i = threadIdx.x * 4; i < size; i += kThreads * 4) {
+        uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + i);
+        if (min(min(x.x, x.y), min(x.z, x.w)) != 0) continue;
+        if (lacks(i, x.x) || lacks(i + 1, x.y) || lacks(i + 2, x.z) || lacks(i + 3, x.w)) {
+          copy(i);
+          complete = false;
+        }
+      }
+    } while (!complete);
+    __syncthreads();
+  }
+
+  // Where the thread's k-th score stands.
+  __device__ int32_t at(int k) const {
+    Lane<kThreads> const lane;
+    if (!is_long) return k * kThreads + lane.part * GROUPS + lane.group;
+    return (k / 4 * kThreads + static_cast<int32_t>(threadIdx.x)) * 4 + k % 4;
+  }
+  // Calls visit(k, score, block) for the thread's scores.
+  template <class F>
+  __device__ void for_each(F const& visit) const {
+    if (is_long) {
+#pragma unroll 2
+      for (int k = 0; at(k) < size; k += 4) {
+        int32_t const i = at(k);
+        uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + i);
+        uint32_t const four[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int32_t const at = block(chunk, i) + j;
-        if (at < row.low || at >= row.high) x[i][j] = 0;
+        for (int j = 0; j < 4; ++j)
+          visit(k + j, row.competes(base + i + j) ? four[j] : 0, base + i + j);
+      }
+    } else {
+#pragma unroll 2
+      for (int k = 0; at(k) < size; ++k) {
+        int32_t const i = at(k);
+        visit(k, base + i >= row.low ? shared.scores[i] : 0, base + i);
       }
     }
   }
-  template <class F>
-  __device__ void for_each(int32_t chunk, F const& visit) const {
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) visit(x[i][j], block(chunk, i) + j);
-    }
-  }
 };
 
-// How many of keys[0 .. count) are larger; the key behind an odd number of them is 0.
-__device__ inline int32_t count_larger(uint64_t const* keys, int32_t count, uint64_t key) {
+// How many of keys[0 .. count) are larger, for all lanes of a group.
+template <int kThreads, class T>
+__device__ int32_t count_larger(T const* keys, int32_t count, T key) {
   int32_t larger = 0;
 #pragma unroll 4
-  for (int32_t i = 0; i < count; i += 2) {
-    ulonglong2 const pair = *reinterpret_cast<ulonglong2 const*>(keys + i);
-    larger += (pair.x > key) + (pair.y > key);
+  for (int32_t i = Lane<kThreads>().part; i < count; i += Lane<kThreads>::GROUP) {
+    larger += keys[i] > key;
   }
-  return larger;
+  return Lane<kThreads>::reduce(larger, [](int32_t a, int32_t b) { return a + b; });
 }
 
-// A key that at least row.count blocks reach: the best of each group of threads compete first.
+// A score that at least row.count blocks reach.
 template <int kThreads>
-__device__ void find_bound(Contest const& row, int32_t chunks, Held<kThreads>& held,
-                           Shared<kThreads>& shared) {
-  int const thread = threadIdx.x;
-  uint32_t score = 0;
-  int32_t block = 0;
-  for (int32_t chunk = 0; chunk < chunks; ++chunk) {
-    held.load(row, chunk);
-    held.for_each(chunk, [&](uint32_t x, int32_t at) {
-      if (x > score) score = x, block = at;
-    });
+__device__ uint32_t find_bound(Contest const& row, Shared<kThreads>& shared) {
+  Lane<kThreads> const lane;
+  uint32_t best = 0;
+  for (int32_t base = 0; base < row.high; base += Chunk<kThreads>::SIZE) {
+    if (base > 0) __syncthreads();  // the chunk before is read
+    Chunk<kThreads> const chunk(shared, row, base);
+    chunk.load();
+    chunk.for_each([&](int, uint32_t x, int32_t) { best = max(best, x); });
   }
-  uint64_t best = score == 0 ? 0 : rank_key(score, block);
-  shared.best[thread] = best;
+  best = lane.reduce(best, [](uint32_t a, uint32_t b) { return max(a, b); });
+  if (lane.part == 0) shared.best[lane.group] = best;
+  __syncthreads();  // best, and what choose initialised
+  int32_t const larger = count_larger<kThreads>(shared.best, GROUPS, best);
+  uint32_t const least = __reduce_min_sync(~0u, larger < row.count ? best : ~0u);
+  if (threadIdx.x % 32 == 0) atomicMin(&shared.bound_score, least);
   __syncthreads();
-  if (thread < GROUPS) {
-#pragma unroll
-    for (int i = 1; i < kThreads / GROUPS; ++i) {
-      best = max(best, shared.best[thread + i * GROUPS]);
-    }
-    shared.candidates[thread] = best;
-  }
-  __syncthreads();
-  if (thread < GROUPS && count_larger(shared.candidates, GROUPS, best) == row.count - 1) {
-    shared.bound = best;
+  return shared.bound_score;
+}
+
+// Adds the keys of a chunk that reach the bound to the candidates, as far as there is room.
+template <int kThreads>
+__device__ void add_candidates(Chunk<kThreads> const& chunk, uint64_t bound) {
+  uint32_t reaching = 0;
+  chunk.for_each([&](int k, uint32_t x, int32_t block) {
+    if (x != 0 && rank_key(x, block) >= bound) reaching |= 1u << k;
+  });
+  if (reaching == 0) return;
+  int32_t to = atomicAdd(&chunk.shared.num_candidates, __popc(reaching));
+  for (; reaching != 0 && to < MAX_CANDIDATES; reaching &= reaching - 1, ++to) {
+    int32_t const i = chunk.at(__ffs(static_cast<int>(reaching)) - 1);
+    chunk.shared.candidates[to] = rank_key(chunk.shared.scores[i], chunk.base + i);
   }
 }
 
 // Chooses the best of the first `count` candidates.
 template <int kThreads>
 __device__ void rank_candidates(Contest const& row, int32_t count, Shared<kThreads>& shared) {
-  int const thread = threadIdx.x;
-  if (count % 2 == 1 && thread == 0) shared.candidates[count] = 0;
-  __syncthreads();  // candidates
-  for (int32_t i = thread; i < count; i += kThreads) {
-    uint64_t const key = shared.candidates[i];
-    int32_t const rank = count_larger(shared.candidates, count, key);
-    if (rank < row.count) shared.chosen[rank] = block_of(key);
-    if (rank == row.count - 1) shared.bound = key;
+  Lane<kThreads> const lane;
+#pragma unroll 1
+  for (int32_t first = 0; first < count; first += GROUPS) {
+    int32_t const at = first + lane.group;
+    uint64_t const key = at < count ? shared.candidates[at] : 0;
+    int32_t const larger = count_larger<kThreads>(shared.candidates, count, key);
+    if (lane.part != 0 || at >= count) continue;
+    if (larger < row.count) shared.chosen[larger] = block_of(key);
+    if (larger == row.count - 1) shared.bound = key;
   }
   __syncthreads();  // chosen, bound
 }
@@ -128,43 +199,40 @@ template <int kThreads>
 __device__ void choose(Contest const& row, Shared<kThreads>& shared) {
   int const thread = threadIdx.x;
   if (thread < kMaxTopK) shared.chosen[thread] = INT32_MAX;
-  if (row.high - row.low <= GROUPS * 4) {  // a group may be empty
-    for (int32_t i = thread; i < row.high - row.low; i += kThreads) {
-      shared.candidates[i] = rank_key(__ldcg(row.scores + row.low + i), row.low + i);
-    }
-    rank_candidates(row, row.high - row.low, shared);
-    return;
-  }
-  int32_t const chunks = (row.high + Held<kThreads>::CHUNK - 1) / Held<kThreads>::CHUNK;
-  Held<kThreads> held;
-  find_bound(row, chunks, held, shared);
+  if (thread == 0) shared.bound_score = ~0u, shared.num_candidates = 0;
+  // With so few blocks a group may be empty: all are candidates.
+  bool const few = row.high - row.low <= GROUPS;
+  uint64_t bound = few ? 0 : uint64_t{find_bound(row, shared)} << 32;
+  bool const reload = few || row.high > Chunk<kThreads>::SIZE;
   for (;;) {
-    if (thread == 0) shared.num_candidates = 0;
-    __syncthreads();  // bound and count
-    uint64_t const bound = shared.bound;
-    auto const bound_score = static_cast<uint32_t>(bound >> 32);
-    for (int32_t chunk = 0; chunk < chunks; ++chunk) {
-      if (chunks > 1) held.load(row, chunk);
-      held.for_each(chunk, [&](uint32_t x, int32_t block) {
-        if (x < bound_score || rank_key(x, block) < bound) return;
-        int32_t const at = atomicAdd(&shared.num_candidates, 1);
-        if (at < MAX_CANDIDATES) shared.candidates[at] = rank_key(x, block);
-      });
+    for (int32_t base = 0; base < row.high; base += Chunk<kThreads>::SIZE) {
+      Chunk<kThreads> const chunk(shared, row, base);
+      if (reload) {
+        __syncthreads();  // the chunk before is read
+        chunk.load();
+      }
+      add_candidates(chunk, bound);
     }
-    __syncthreads();  // count
+    __syncthreads();  // candidates
     int32_t const found = shared.num_candidates;
     rank_candidates(row, min(found, MAX_CANDIDATES), shared);
-    // Too many: the last chosen of those that found room is a higher bound.
     if (found <= MAX_CANDIDATES) return;
+    // Too many: the last chosen of those that found room is a higher bound.
+    bound = shared.bound;
+    if (thread == 0) shared.num_candidates = 0;
+    __syncthreads();
   }
 }
 
-// How many of the chosen blocks are lower than the i-th.
+// How many of the `count` chosen blocks are lower than the i-th.
 template <int kThreads>
-__device__ int32_t place(Shared<kThreads> const& shared, int i) {
+__device__ int32_t place(Shared<kThreads> const& shared, int count, int i) {
+  int32_t const block = shared.chosen[i];
   int32_t lower = 0;
-#pragma unroll
-  for (int32_t const block : shared.chosen) lower += block < shared.chosen[i];
+  for (int k = 0; k < count; k += 4) {
+    int4 const four = *reinterpret_cast<int4 const*>(shared.chosen + k);
+    lower += (four.x < block) + (four.y < block) + (four.z < block) + (four.w < block);
+  }
   return lower;
 }
 

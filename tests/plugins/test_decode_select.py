@@ -193,6 +193,34 @@ def test_many_blocks_above_the_first_bound() -> None:
     check(batch, q, cache, run(batch, q, cache))
 
 
+def test_steps_do_not_see_each_others_scores() -> None:
+    """Back to back in one workspace: what another step left there is never taken for a score."""
+    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    calls = []
+    for turn, lengths in enumerate(([131_072], [9000, 40_000, 2100], [131_072], [3000, 70_000])):
+        batch = Batch.make(lengths, q_len=turn % 2 + 1, seed=turn)
+        q, cache = random_queries(batch, 4), random_cache(batch)
+        arguments = (library(), "decode_select", batch, q, cache)
+        calls.append(
+            (kernels.select(*arguments, workspace=workspace), kernels.select(*arguments)())
+        )
+    torch.cuda.synchronize()
+    results = [[call().clone() for call, _ in calls] for _ in range(25)]
+    torch.cuda.synchronize()
+    for ids in results:
+        assert all(torch.equal(x, expected) for x, (_, expected) in zip(ids, calls, strict=True))
+
+
+def test_e4m3_cache_and_queries_of_any_size() -> None:
+    """Rows of zeros, huge and tiny ones, and rows that one channel rules."""
+    batch = Batch.make([20_000, 5000], q_len=8)
+    q, cache = random_queries(batch, 4), random_cache(batch, torch.float8_e4m3fn)
+    q *= torch.logspace(-30, 30, len(q), device="cuda", dtype=torch.float64)[:, None, None].float()
+    q[3, 0], q[9, 2] = 0, -0.0
+    q[1:12:2, :, 77] *= 1 << 8
+    check(batch, q, cache, run(batch, q, cache, scale=torch.tensor([0.01], device="cuda")))
+
+
 def test_nan_scores_lose() -> None:
     batch = Batch.make([5000, 9000], q_len=2)
     q, cache = random_queries(batch, 4), random_cache(batch)
