@@ -49,6 +49,11 @@ __device__ inline void pin(float (&d)[64]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define M3_D_ALL M3_D(0), M3_D(8), M3_D(16), M3_D(24), M3_D(32), M3_D(40), M3_D(48), M3_D(56)
+#define M3_NEW(i)                                                                             \
+  "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3]), "=f"(d[i + 4]), "=f"(d[i + 5]), \
+      "=f"(d[i + 6]), "=f"(d[i + 7])
+#define M3_NEW_ALL \
+  M3_NEW(0), M3_NEW(8), M3_NEW(16), M3_NEW(24), M3_NEW(32), M3_NEW(40), M3_NEW(48), M3_NEW(56)
 #define M3_D_NAMES                                                                              \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "  \
@@ -79,6 +84,25 @@ __device__ inline void multiply_columns(float (&d)[64], uint32_t const* a, uint6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
+// The first of a sum: d [64, 128] = a b^T and a b. What d held before does not matter to the
+// compiler either, so its registers are free until here.
+__device__ inline void begin_rows(float (&d)[64], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " M3_D_NAMES
+      ", %64, %65, p, 1, 1, 0, 0;\n}\n"
+      : M3_NEW_ALL
+      : "l"(a), "l"(b));
+}
+__device__ inline void begin_columns(float (&d)[64], uint32_t const* a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " M3_D_NAMES
+      ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+      : M3_NEW_ALL
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 // d [64, 128] = a b^T (+ d) with a in registers, as mma's fragments, and b K-major; K = 16.
 __device__ inline void multiply_rows(float (&d)[64], uint32_t const* a, uint64_t b,
                                      int accumulate) {
@@ -90,6 +114,8 @@ __device__ inline void multiply_rows(float (&d)[64], uint32_t const* a, uint64_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
+#undef M3_NEW
+#undef M3_NEW_ALL
 #undef M3_D
 #undef M3_D_ALL
 #undef M3_D_NAMES

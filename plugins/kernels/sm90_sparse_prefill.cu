@@ -8,18 +8,19 @@
 #include "kernels/this_device.h"
 
 // Thread blocks share the tiles of 64 query rows of a round equally, in the order of the KV blocks,
-// and keep a KV block while they go through its tiles. Two warpgroups take the tiles in turn.
+// and keep a KV block while they go through its tiles. Three warpgroups take the tiles in turn:
+// one's softmax and stores run under the others' products.
 namespace m3::kernels {
 namespace {
 
 constexpr int WARPGROUP = 128;
-constexpr int CONSUMERS = 2;
+constexpr int CONSUMERS = 3;
 constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int WARPS = 4;  // of a warpgroup
 constexpr int ROWS = kSparseTileRows;
 constexpr int KEYS = kBlockSize;
 constexpr int KV_STAGES = 2;
-constexpr int Q_STAGES = 3;          // of each consumer
+constexpr int Q_STAGES = 2;          // of each consumer
 constexpr int HALF_KV = KEYS * 128;  // bytes of the first or last 64 channels of a KV block
 constexpr int KV_BYTES = 2 * HALF_KV;
 constexpr int EIGHT_ROWS = 8 * kHeadSize * 2;  // of queries: both halves, one behind the other
@@ -53,8 +54,6 @@ struct Sizes {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-constexpr int kTurn = 1;  // named barriers, one a consumer; 0 is __syncthreads
 
 // Slots behind the sequence may hold NaN, and 0 * NaN would reach the sum.
 __device__ void clear_values(uint8_t* values, int first_key) {
@@ -109,7 +108,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
         min(share.end, first_tile + (count + sizes.tile_queries - 1) / sizes.tile_queries);
     bool const ends_share = end == share.end;
     int32_t const later_record = ends_share ? 0 : load_record(index + 2);
-    bool const one_consumer = end - tile == 1;  // the other never sees the item
+    int const idle_warps = max(0, CONSUMERS - (end - tile)) * WARPS;  // never see the item
     int const s = kv.stage;
     uint32_t const k_full = ptx::shared_address(&shared.k_full[s]);
     uint32_t const v_full = ptx::shared_address(&shared.v_full[s]);
@@ -120,7 +119,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
     ptx::barrier_wait(k_empty, kv.parity ^ 1);
     // So that a consumer that has a tile of this item cannot take the values before for its own.
     ptx::barrier_wait(v_full, kv.parity ^ 1);
-    if (one_consumer && lane < WARPS) ptx::barrier_arrive(k_empty);
+    if (lane < idle_warps) ptx::barrier_arrive(k_empty);
     if (lane == 0) {
       ptx::barrier_expect(k_full, KV_BYTES);
       for (int half = 0; half < 2; ++half) {
@@ -130,7 +129,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
     }
     auto const load_values = [&] {
       ptx::barrier_wait(v_empty, kv.parity ^ 1);
-      if (one_consumer && lane < WARPS) ptx::barrier_arrive(v_empty);
+      if (lane < idle_warps) ptx::barrier_arrive(v_empty);
       if (lane == 0) {
         uint32_t const barrier = partial ? v_landed : v_full;
         ptx::barrier_expect(barrier, KV_BYTES);
@@ -190,7 +189,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
             ptx::shared_address(shared.q[c][stage]) + lane * sizes.num_row_units * EIGHT_ROWS,
             &q_map, q_full, 0, 0, 0, unit);
       }
-      // Only now: a consumer may need this tile to finish the block whose place the values take.
+      // Behind the queries, for which consumers wait first.
       if (tile == first) load_values();
     }
     kv.next();
@@ -247,8 +246,9 @@ __device__ void multiply_keys(uint32_t q, uint32_t k, float (&s)[64]) {
   uint64_t const a = sm90::row_descriptor(q, EIGHT_ROWS), b = sm90::row_descriptor(k);
 #pragma unroll
   for (int step = 0; step < kHeadSize / 16; ++step) {
-    sm90::multiply_rows(s, a + (step / 4 * (EIGHT_ROWS / 2) + step % 4 * 32) / 16,
-                        b + (step / 4 * HALF_KV + step % 4 * 32) / 16, step > 0);
+    uint64_t const rows = a + (step / 4 * (EIGHT_ROWS / 2) + step % 4 * 32) / 16;
+    uint64_t const keys = b + (step / 4 * HALF_KV + step % 4 * 32) / 16;
+    step > 0 ? sm90::multiply_rows(s, rows, keys, 1) : sm90::begin_rows(s, rows, keys);
   }
 }
 
@@ -256,7 +256,9 @@ __device__ void multiply_values(uint32_t v, float (&out)[64], uint32_t const (&w
   uint64_t const b = sm90::column_descriptor(v, HALF_KV);
 #pragma unroll
   for (int step = 0; step < KEYS / 16; ++step) {
-    sm90::multiply_columns(out, weights + 4 * step, b + step * 16 * 128 / 16, step > 0);
+    uint64_t const values = b + step * 16 * 128 / 16;
+    step > 0 ? sm90::multiply_columns(out, weights + 4 * step, values)
+             : sm90::begin_columns(out, weights, values);
   }
 }
 
@@ -287,22 +289,16 @@ __device__ void store(SparsePrefillRound const& r, Sizes const& sizes, Tile cons
   }
 }
 
-// A warpgroup. The two take turns, so that one's softmax runs under the other's products; within
-// each, the next tile's scores are computed together with this tile's sum.
+// A warpgroup, one tile after the other: meanwhile the others keep the tensor cores busy.
 __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& r,
                         Sizes const& sizes, Shared& shared) {
   int const self = uniform(threadIdx.x / WARPGROUP - 1);
   int const warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
   TileShare const share = tile_share(p, r);
   int const count = (share.end - share.begin + CONSUMERS - 1 - self) / CONSUMERS;
-  if (self == 1) sm90::arrive_threads(kTurn, CONSUMERS * WARPGROUP);  // the first group begins
   if (count <= 0) return;
   float const scale_log2 = p.softmax_scale * 1.44269504088896341f;
   sm90::Ring<Q_STAGES> queries;
-  float s[64], out[64];
-  uint32_t weights[32];
-  RowSums rows;
-
   auto const wait_tile = [&] {
     ptx::barrier_wait(ptx::shared_address(&shared.q_full[self][queries.stage]), queries.parity);
     TileInfo const& info = shared.info[self][queries.stage];
@@ -328,7 +324,7 @@ __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& 
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(ptx::shared_address(&barrier));
   };
-  auto const score = [&](Tile const& tile) {
+  auto const score = [&](Tile const& tile, float (&s)[64]) {
     multiply_keys(ptx::shared_address(shared.q[self][queries.stage]),
                   ptx::shared_address(shared.k[tile.item % KV_STAGES]), s);
     sm90::commit();
@@ -338,49 +334,32 @@ __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& 
     queries.next();
     if (tile.last) arrive(shared.k_empty[tile.item % KV_STAGES]);
   };
-  auto const sum = [&](Tile const& tile) {
+  auto const sum = [&](Tile const& tile, float (&out)[64], uint32_t const(&weights)[32]) {
     multiply_values(ptx::shared_address(shared.v[tile.item % KV_STAGES]), out, weights);
     sm90::commit();
   };
 
-  Tile tile = wait_tile();
-  sm90::fence();
-  score(tile);
-  sm90::wait<0>();
-  sm90::pin(s);
-  free_scored(tile);
-  weigh(s, rows, scale_log2, tile.limit);
-  pack(weights, s);
-  for (int i = 1; i < count; ++i) {
-    Tile const next = wait_tile();
-    wait_values(tile);
-    sm90::sync_threads(kTurn + self, CONSUMERS * WARPGROUP);
+  for (int i = 0; i < count; ++i) {
+    Tile const tile = wait_tile();
+    // Not outside of the loop, where a tile's registers would hold the last one's values.
+    float s[64], out[64];
+    uint32_t weights[32];
+    RowSums rows;
     sm90::fence();
-    score(next);
-    sum(tile);
-    sm90::arrive_threads(kTurn + 1 - self, CONSUMERS * WARPGROUP);
-    sm90::wait<1>();
+    score(tile, s);
+    sm90::wait<0>();
     sm90::pin(s);
-    free_scored(next);
-    RowSums next_rows;
-    weigh(s, next_rows, scale_log2, next.limit);
-    // Never taken: without a branch on its results the assembler moves the softmax behind the wait.
-    if (next_rows.sum[0] < 0.f || next_rows.sum[1] < 0.f) ptx::barrier_arrive(0);
+    free_scored(tile);
+    weigh(s, rows, scale_log2, tile.limit);
+    pack(weights, s);
+    wait_values(tile);
+    sm90::fence();
+    sum(tile, out, weights);
     sm90::wait<0>();
     sm90::pin(out);
     if (tile.last) arrive(shared.v_empty[tile.item % KV_STAGES]);
-    pack(weights, s);
     store(r, sizes, tile, rows, out);
-    tile = next;
-    rows = next_rows;
   }
-  wait_values(tile);
-  sm90::fence();
-  sum(tile);
-  sm90::wait<0>();
-  sm90::pin(out);
-  if (tile.last) arrive(shared.v_empty[tile.item % KV_STAGES]);
-  store(r, sizes, tile, rows, out);
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
@@ -414,10 +393,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   wait_for_previous_kernel();
   if (threadIdx.x < WARPGROUP) {
-    ptx::registers_down<40>();
+    ptx::registers_down<32>();
     if (threadIdx.x < 32) produce(p, round, q_map, kv_map, sizes, shared);
   } else {
-    ptx::registers_up<232>();
+    ptx::registers_up<160>();
     consume(p, round, sizes, shared);
   }
 #endif
