@@ -23,7 +23,7 @@ import torch
 from m3trt.bench.moe_library import TOP_K, Experts, MoeLibrary, Params, compile_library
 from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record
-from m3trt.bench.vllm_moe import load_kernel, vllm_call
+from m3trt.bench.vllm_moe import Shape, compile_all, load_kernel, vllm_call
 from torch import Tensor
 
 HIDDEN, EXPERTS, STEPS = 6144, 128, 4
@@ -143,7 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     require_gpus(parser)
     library = MoeLibrary(compile_library())
-    kernel = load_kernel(args.vllm) if args.vllm else None
+    kernel = None
+    if args.vllm:
+        kernel = load_kernel(args.vllm)
+        widths = [SHAPES[tp][0] for tp in args.tp]
+        shapes = [Shape(EXPERTS, HIDDEN, width, m) for width in widths for m in args.tokens]
+        compile_all(args.vllm, shapes)
     device = {"device": torch.cuda.get_device_name()}
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     missed = 0

@@ -10,7 +10,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-from collections.abc import Callable
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +44,9 @@ def load_kernel(folder: Path) -> ModuleType:
             start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             parts.append("\n".join(lines[start - 1 : node.end_lineno]))
     path = folder / "kernel_only.py"
-    path.write_text("\n\n".join(parts))
+    text = "\n\n".join(parts)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
     spec = importlib.util.spec_from_file_location("vllm_kernel_only", path)
     assert spec is not None
     assert spec.loader is not None
@@ -48,14 +55,80 @@ def load_kernel(folder: Path) -> ModuleType:
     return module
 
 
-def tile_sizes(kernel: ModuleType, folder: Path, w: Experts, tokens: int) -> dict[str, int]:
-    """vLLM's tuned sizes for this width where it has them, else its defaults."""
-    experts, hidden = w.router_weight.shape
-    tuned = folder / f"E={experts},N={w.width},device_name=NVIDIA_H200.json"
-    if tuned.exists():
-        table = {int(k): v for k, v in json.loads(tuned.read_text()).items() if k.isdigit()}
-        return dict(table[min(table, key=lambda m: abs(m - tokens))])
-    return dict(kernel.get_default_config(tokens, experts, w.width, hidden, TOP_K, None))
+@dataclass(frozen=True)
+class Shape:
+    """Of one step."""
+
+    experts: int
+    hidden: int
+    width: int
+    tokens: int
+
+    @property
+    def naive(self) -> bool:
+        """So few tokens that vLLM gives every pair of token and expert a block of its own."""
+        return self.tokens * TOP_K * 4 <= self.experts
+
+    def tile_sizes(self, kernel: ModuleType, folder: Path) -> dict[str, int]:
+        """vLLM's tuned sizes for this width where it has them, else its defaults."""
+        tuned = folder / f"E={self.experts},N={self.width},device_name=NVIDIA_H200.json"
+        if tuned.exists():
+            table = {int(k): v for k, v in json.loads(tuned.read_text()).items() if k.isdigit()}
+            config = dict(table[min(table, key=lambda m: abs(m - self.tokens))])
+        else:
+            config = dict(
+                kernel.get_default_config(
+                    self.tokens, self.experts, self.width, self.hidden, TOP_K, None
+                )
+            )
+        return config | {"SPLIT_K": 1}
+
+    def product(
+        self, is_fc: bool, config: dict[str, int], rows: int, data: Sequence[Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments of one product; data: a, b, c, weights, ids, blocks and count, or dtypes."""
+        import triton.language as tl
+
+        depth = self.hidden if is_fc else self.width
+        columns = 2 * self.width if is_fc else self.hidden
+        a, b, c, weights, ids, blocks, count = data
+        arguments = [
+            *(a, b, c, None, None, None, weights, ids, blocks, count),
+            *(columns, depth, rows, self.tokens * TOP_K),
+            *(depth, 1, columns * depth, 1, depth, columns, 1, *([0] * 7), 0, 0),
+        ]
+        constants = config | {
+            "naive_block_assignment": self.naive,
+            "MUL_ROUTED_WEIGHT": not is_fc,
+            "top_k": TOP_K if is_fc else 1,
+            "compute_type": tl.bfloat16,
+            "use_fp8_w8a8": False,
+            "use_int8_w8a8": False,
+            "use_int8_w8a16": False,
+            "per_channel_quant": False,
+            "HAS_BIAS": False,
+        }
+        return arguments, constants
+
+
+def compile_products(folder: Path, shape: Shape) -> None:
+    """Puts both products into Triton's cache."""
+    kernel = load_kernel(folder)
+    config = shape.tile_sizes(kernel, folder)
+    bf16, i32 = torch.bfloat16, torch.int32
+    data = [bf16, bf16, bf16, torch.float32, None if shape.naive else i32, i32, i32]
+    for is_fc in (True, False):
+        arguments, constants = shape.product(is_fc, config, 16 * config["BLOCK_SIZE_M"], data)
+        kernel.fused_moe_kernel.warmup(*arguments, grid=(1,), **constants)
+
+
+def compile_all(folder: Path, shapes: Sequence[Shape]) -> None:
+    """compile_products in several processes: Triton takes about a second for each."""
+    load_kernel(folder)
+    context = multiprocessing.get_context("spawn")
+    workers = min(len(shapes), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        list(pool.map(partial(compile_products, folder), shapes))
 
 
 def align(chosen: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,48 +158,34 @@ def vllm_call(
     own, are left out, in its favour. `fc` [E, 2W, H] and `proj` [E, H, W] are whole stacks.
     """
     import triton
-    import triton.language as tl
 
     tokens = len(x)
-    config = tile_sizes(kernel, folder, w, tokens)
-    config["SPLIT_K"] = 1
+    shape = Shape(len(fc), x.shape[1], w.width, tokens)
+    config = shape.tile_sizes(kernel, folder)
     chosen, weights = w.route(x)
-    experts, block = len(fc), config["BLOCK_SIZE_M"]
-    naive = tokens * TOP_K * 4 <= experts
-    if naive:
+    block = config["BLOCK_SIZE_M"]
+    if shape.naive:
         ids = None
         blocks = chosen.flatten().to(torch.int32)
-        total = torch.tensor([len(blocks) * block], dtype=torch.int32, device="cuda")
+        count = torch.tensor([len(blocks) * block], dtype=torch.int32, device="cuda")
         rows = len(blocks) * block
     else:
-        ids, blocks, total = align(chosen, experts, block)
+        ids, blocks, count = align(chosen, shape.experts, block)
         rows = len(ids)
     hidden = torch.empty(tokens, TOP_K, fc.shape[1], dtype=x.dtype, device="cuda")
     activation = torch.randn(tokens * TOP_K, w.width, device="cuda").to(x.dtype)
     shared_activation = torch.randn(tokens, w.width, device="cuda").to(x.dtype)
     out = torch.empty(tokens, TOP_K, x.shape[1], dtype=x.dtype, device="cuda")
 
-    def product(a: Tensor, b: Tensor, c: Tensor, top_k: int, weighted: bool) -> None:
+    def product(a: Tensor, b: Tensor, c: Tensor, is_fc: bool) -> None:
+        data = a, b, c, weights, ids, blocks, count
+        arguments, constants = shape.product(is_fc, config, rows, data)
         grid = (triton.cdiv(rows, block) * triton.cdiv(b.shape[1], config["BLOCK_SIZE_N"]),)
-        strides = (*a.stride(), b.stride(0), b.stride(2), b.stride(1), c.stride(1), c.stride(2))
-        kernel.fused_moe_kernel[grid](
-            *(a, b, c, None, None, None, weights, ids, blocks, total),
-            *(b.shape[1], b.shape[2], rows, tokens * TOP_K, *strides, *([0] * 7), 0, 0),
-            naive_block_assignment=naive,
-            MUL_ROUTED_WEIGHT=weighted,
-            top_k=top_k,
-            compute_type=tl.bfloat16,
-            use_fp8_w8a8=False,
-            use_int8_w8a8=False,
-            use_int8_w8a16=False,
-            per_channel_quant=False,
-            HAS_BIAS=False,
-            **config,
-        )
+        kernel.fused_moe_kernel[grid](*arguments, **constants)
 
     def call() -> Any:
-        product(x, fc, hidden, TOP_K, False)
-        product(activation, proj, out, 1, True)
+        product(x, fc, hidden, True)
+        product(activation, proj, out, False)
         return x @ w.shared_fc.T, shared_activation @ w.shared_proj.T
 
     return call

@@ -33,6 +33,8 @@ test_sparse_attention.py::test_attends_to_the_selection[decode-8-gqa4-f32-e4m3-3
 test_moe.py::test_is_exact_mixture[decode-few-bf16]
 test_moe.py::test_is_exact_mixture[decode-padded-bf16]
 test_moe.py::test_is_exact_mixture[decode-padded-f32]
+test_moe.py::test_is_exact_mixture[context-bf16]
+test_moe.py::test_is_exact_mixture[two-slabs-crowded]
 test_varlen_attention.py::test_is_exact_attention[borders-small-bf16]
 test_decode_select.py::test_a_sequence_shorter_than_its_tokens
 test_decode_select.py::test_selects_the_best_blocks[2-4-e4m3]

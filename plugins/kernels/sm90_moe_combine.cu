@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(THREADS) sm90_moe_combine(MoeParams p, Sm90Moe
   int64_t const h = (int64_t{blockIdx.y} * THREADS + threadIdx.x) * 4;
   if (h >= p.hidden) return;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (p.first_token + token < *p.real_tokens) {  // the rows of padding tokens were never written
-    float const* row = ws.outputs + token * (p.top_k + 1) * p.hidden + h;
+  if (p.first_token + token < *p.real_tokens) {  // padding tokens have no places
+    int32_t const* places = ws.places + token * (p.top_k + 1);
     float const* weights = ws.expert_weights + token * p.top_k;
     for (int first = 0; first <= p.top_k; first += BATCH) {
       float4 values[BATCH];
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(THREADS) sm90_moe_combine(MoeParams p, Sm90Moe
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         int const k = min(first + i, p.top_k);
-        values[i] = __ldcs(reinterpret_cast<float4 const*>(row + k * p.hidden));
+        float const* from = ws.outputs + places[k] * p.hidden + h;
+        values[i] = __ldcs(reinterpret_cast<float4 const*>(from));
         weight[i] = k < p.top_k ? weights[k] : 1.0f;
       }
 #pragma unroll

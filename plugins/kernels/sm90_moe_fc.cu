@@ -9,21 +9,22 @@ namespace {
 struct FcProduct {
   static constexpr bool kGather = true;
 
+  template <int ROWS>
   __device__ static int first_row(MoeGemmArgs const& g, int weight_tile, int half) {
-    return weight_tile * SM90_MOE_WEIGHT_ROWS / 2 + half * g.weight_rows / 2;
+    return weight_tile * ROWS / 2 + half * g.weight_rows / 2;
   }
 
   __device__ static float swiglu(MoeGemmArgs const& g, float gate, float up) {
     return clamped_swiglu(gate, up, g.alpha, g.limit);
   }
 
-  template <int N>
-  __device__ static void finish(MoeGemmArgs const& g, MoeTokens const& t, int group, int const*,
+  template <int N, int ROWS>
+  __device__ static void finish(MoeGemmArgs const& g, MoeTokens const& t, int part,
                                 float (&sums)[2][N / 2]) {
     int const width = g.weight_rows / 2;
     int const lane = threadIdx.x % 32;
     int const warp = threadIdx.x / 32 % 4;
-    int const first = t.weight_tile * SM90_MOE_WEIGHT_ROWS / 2 + group * 64;
+    int const first = t.weight_tile * ROWS / 2 + part * 64;
     if (first >= width) return;
     __nv_bfloat16* out =
         g.activations + int64_t{t.place + lane / 4} * width + first + warp * 16 + lane % 4 * 2;
@@ -54,7 +55,6 @@ cudaError_t launch_sm90_moe_fc(MoeParams const& p, Sm90MoeWorkspace const& ws,
   g.in = static_cast<__nv_bfloat16 const*>(p.x);
   g.depth = static_cast<int>(p.hidden);
   g.weight_rows = static_cast<int>(2 * p.width);
-  g.weight_tiles = static_cast<int>(ceil_div(p.width, SM90_MOE_WEIGHT_ROWS / 2));
   g.arrivals = ws.arrivals;
   return launch_sm90_moe_gemm<FcProduct>(p, p.fc, p.shared_fc, g, ws, stream);
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "kernels/cluster.cuh"
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_moe_plan.h"
@@ -18,7 +19,7 @@
 namespace m3::kernels {
 
 struct MoeWeightMaps {
-  CUtensorMap part[kMaxExpertParts + 1];  // [rows, K], boxes of 128 x 64; the last: shared expert
+  CUtensorMap part[kMaxExpertParts + 1];  // boxes of half a tile; the last: shared expert
 };
 
 struct MoeGemmArgs {
@@ -37,75 +38,134 @@ struct MoeGemmArgs {
   float alpha, limit;
 };
 
-constexpr int SM90_MOE_STAGES = 4;
 constexpr int SM90_MOE_THREADS = 384;  // warpgroup 0 loads, 1 and 2 multiply
 constexpr int SM90_MOE_TOKEN_THREADS = 96;
-constexpr int SM90_MOE_WEIGHT_BYTES = SM90_MOE_WEIGHT_ROWS * SM90_MOE_K * 2;
-constexpr int SM90_MOE_STAGE_BYTES = SM90_MOE_WEIGHT_BYTES + SM90_MOE_MAX_TOKENS * SM90_MOE_K * 2;
+// For stages and posts
+constexpr int SM90_MOE_SHARED_ROOM =
+    227 * 1024 - 1024 - static_cast<int>(sizeof(MoeTiles<8, 1>)) - 64;
 
-struct MoeGemmShared {
-  uint64_t full[SM90_MOE_STAGES];
-  uint64_t empty[SM90_MOE_STAGES];
-  int rows[2][SM90_MOE_MAX_TOKENS];  // of this tile and the next
-  MoeTiles tiles;
-  int last;
+// How the kernel cuts its work. TOKENS: of one tile, at most; the fewer, the more stages fit.
+// SHARERS 2: two CTAs of a cluster take two parts of an expert's tokens, and each loads half of the
+// weights into both: long steps are limited by what L2 delivers. IN_TURN: the two warpgroups that
+// multiply take tiles of half the weights in turn, so that one stores while the other multiplies.
+template <int TOKENS, int SHARERS, bool IN_TURN>
+struct MoeShape {
+  static constexpr int kTokens = TOKENS;
+  static constexpr int kSharers = SHARERS;
+  static constexpr bool kInTurn = IN_TURN;
+  static constexpr int kRows = IN_TURN ? SM90_MOE_WEIGHT_ROWS / 2 : SM90_MOE_WEIGHT_ROWS;
+  static constexpr int kWeightBytes = kRows * SM90_MOE_K * 2;
+  static constexpr int kStageBytes = kWeightBytes + TOKENS * SM90_MOE_K * 2;
+  static constexpr int kPostBytes = static_cast<int>(sizeof(MoeSegment) + sizeof(MoeTokens)) + 8;
+  static constexpr int kStages =
+      (SM90_MOE_SHARED_ROOM - 3 * kPostBytes) / (kStageBytes + kPostBytes + 16);
+  // Segments that the loaders may be ahead of those who multiply: one a stage, those whose results
+  // are still written and the one in turn, the end.
+  static constexpr int kPosts = kStages + 3;
 };
 
-constexpr int SM90_MOE_SHARED_BYTES =
-    1024 + SM90_MOE_STAGES * SM90_MOE_STAGE_BYTES + static_cast<int>(sizeof(MoeGemmShared));
+template <class Shape>
+struct MoeGemmShared {
+  uint64_t full[Shape::kStages];
+  uint64_t empty[Shape::kStages];
+  uint64_t posted[Shape::kPosts];
+  uint64_t turn[2];  // to multiply, of each warpgroup
+  MoeSegment segments[Shape::kPosts];
+  MoeTokens tokens[Shape::kPosts];
+  MoeTiles<Shape::kTokens, Shape::kSharers> tiles;
+  int last[2];
+};
 
-// Stage and phase of the ring.
+template <class Shape>
+constexpr int SM90_MOE_SHARED_BYTES =
+    1024 + Shape::kStages * Shape::kStageBytes + static_cast<int>(sizeof(MoeGemmShared<Shape>));
+
+// Stage and phase of a ring.
+template <int STAGES>
 struct MoeRing {
   int stage = 0;
   int phase = 0;
   __device__ void advance() {
-    if (++stage == SM90_MOE_STAGES) {
+    if (++stage == STAGES) {
       stage = 0;
       phase ^= 1;
     }
   }
+  __device__ void advance(int steps) {
+    stage += steps;
+    phase ^= stage / STAGES & 1;
+    stage %= STAGES;
+  }
 };
 
-template <class Product>
+template <class Product, class Shape>
 struct MoeGemm {
+  static constexpr int SHARERS = Shape::kSharers;
+  static constexpr int STAGE_BYTES = Shape::kStageBytes;
+  static constexpr int WEIGHT_BYTES = Shape::kWeightBytes;
+  static constexpr int ROWS = Shape::kRows;
+  using Ring = MoeRing<Shape::kStages>;
+
   MoeWeightMaps const& maps;
   MoeGemmArgs const& g;
-  MoeGemmShared& shared;
+  MoeGemmShared<Shape>& shared;
   uint32_t stages;  // shared address, 1024-byte aligned
+  int sharer;       // rank in the cluster
 
   __device__ uint32_t full(int stage) const { return ptx::shared_address(&shared.full[stage]); }
   __device__ uint32_t empty(int stage) const { return ptx::shared_address(&shared.empty[stage]); }
   __device__ MoeSchedule schedule() const {
     return {shared.tiles.count(g.experts, g.weight_tiles), g.depth / SM90_MOE_K,
-            static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+            static_cast<int>(blockIdx.x) / SHARERS, static_cast<int>(gridDim.x) / SHARERS};
   }
   __device__ MoeTokens tokens(int tile) const {
-    return shared.tiles.find(tile, g.experts, g.weight_tiles);
+    return shared.tiles.find(tile, g.experts, g.weight_tiles, sharer);
   }
+
+  // The loaders look for the next segment while the copies of one are under way.
+  struct Ahead {
+    MoeSchedule work;
+    MoeSegment s;
+    MoeTokens t;
+    bool more = true;
+
+    __device__ explicit Ahead(MoeGemm const& gemm) : work(gemm.schedule()) { next(gemm); }
+    __device__ void next(MoeGemm const& gemm) {
+      more = work.next(s);
+      if (more) t = gemm.tokens(s.tile);
+    }
+  };
 
   // One thread
   __device__ void load_weights() const {
-    constexpr int HALF = SM90_MOE_WEIGHT_BYTES / 2;
+    constexpr int HALF = WEIGHT_BYTES / 2;
     uint64_t const once = ptx::policy_evict_first();
     uint64_t const again = ptx::policy_evict_normal();
-    MoeRing ring;
-    MoeSchedule work = schedule();
-    for (MoeSegment s; work.next(s);) {
-      MoeTokens const t = tokens(s.tile);
+    Ring ring;
+    for (Ahead ahead(*this); ahead.more;) {
+      MoeTokens const& t = ahead.t;
       bool const is_shared = t.expert == g.experts;
       CUtensorMap const* map =
           &maps.part[is_shared ? kMaxExpertParts : t.expert / g.experts_per_part];
       int const expert_row = is_shared ? 0 : t.expert % g.experts_per_part * g.weight_rows;
-      int const row0 = expert_row + Product::first_row(g, t.weight_tile, 0);
-      int const row1 = expert_row + Product::first_row(g, t.weight_tile, 1);
+      int const row0 = expert_row + Product::template first_row<ROWS>(g, t.weight_tile, 0);
+      int const row1 = expert_row + Product::template first_row<ROWS>(g, t.weight_tile, 1);
       uint64_t const policy = t.alone ? once : again;
-      for (int k = s.k0; k < s.k1; ++k, ring.advance()) {
+      int const k0 = ahead.s.k0;
+      int const k1 = ahead.s.k1;
+      for (int k = k0; k < k1; ++k, ring.advance()) {
         ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
         uint32_t const barrier = full(ring.stage);
-        ptx::barrier_expect(barrier, SM90_MOE_WEIGHT_BYTES);
-        uint32_t const target = stages + ring.stage * SM90_MOE_STAGE_BYTES;
-        ptx::tma_load(target, map, barrier, k * SM90_MOE_K, row0, policy);
-        ptx::tma_load(target + HALF, map, barrier, k * SM90_MOE_K, row1, policy);
+        ptx::barrier_expect(barrier, WEIGHT_BYTES);
+        uint32_t const target = stages + ring.stage * STAGE_BYTES;
+        if constexpr (SHARERS == 1) {
+          ptx::tma_load(target, map, barrier, k * SM90_MOE_K, row0, policy);
+          ptx::tma_load(target + HALF, map, barrier, k * SM90_MOE_K, row1, policy);
+        } else {
+          ptx::tma_load_multicast(target + sharer * HALF, map, barrier, k * SM90_MOE_K,
+                                  sharer == 0 ? row0 : row1, 3, policy);
+        }
+        if (k == k0) ahead.next(*this);
       }
     }
   }
@@ -113,54 +173,68 @@ struct MoeGemm {
   // Three warps gather the token rows, 8 threads a row, in TMA's swizzle.
   __device__ void load_tokens(int thread) const {
     constexpr int STEP = SM90_MOE_TOKEN_THREADS / 8;
-    constexpr int ROWS = (SM90_MOE_MAX_TOKENS + STEP - 1) / STEP;  // of one thread
+    constexpr int EACH = (Shape::kTokens + STEP - 1) / STEP;  // rows of one thread
     static_assert(STEP % 4 == 0, "two swizzles alternate");
     int const chunk = thread % 8;
     int const row = thread / 8;
     uint32_t const even = row * 128 + ((chunk ^ (row & 7)) << 4);
     uint32_t const odd = (row + STEP) * 128 + ((chunk ^ ((row + STEP) & 7)) << 4);
-    MoeRing ring;
-    MoeSchedule work = schedule();
-    for (MoeSegment s; work.next(s);) {
-      MoeTokens const t = tokens(s.tile);
-      uint32_t offsets[ROWS];  // of my rows in `in`, in elements
+    Ring ring;
+    MoeRing<Shape::kPosts> posts;
+    for (Ahead ahead(*this); ahead.more; posts.advance()) {
+      int const rows = ahead.t.rows;
+      uint32_t offsets[EACH];  // of my rows in `in`, in elements
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i) {
+      for (int i = 0; i < EACH; ++i) {
         int const at = row + i * STEP;
-        if (at >= t.rows) break;
-        int const source = Product::kGather ? g.rows[t.place + at] / g.slots : t.place + at;
+        if (at >= rows) break;
+        int const place = ahead.t.place + at;
+        int const source = Product::kGather ? g.rows[place] / g.slots : place;
         offsets[i] = static_cast<uint32_t>(source) * g.depth;
       }
-      __nv_bfloat16 const* in = g.in + s.k0 * SM90_MOE_K + chunk * 8;
-      for (int k = s.k0; k < s.k1; ++k, ring.advance(), in += SM90_MOE_K) {
+      int const k0 = ahead.s.k0;
+      int const k1 = ahead.s.k1;
+      __nv_bfloat16 const* in = g.in + k0 * SM90_MOE_K + chunk * 8;
+      for (int k = k0; k < k1; ++k, ring.advance(), in += SM90_MOE_K) {
         ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
-        uint32_t const target = stages + ring.stage * SM90_MOE_STAGE_BYTES + SM90_MOE_WEIGHT_BYTES;
+        uint32_t const target = stages + ring.stage * STAGE_BYTES + WEIGHT_BYTES;
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-          if (row + i * STEP >= t.rows) break;
+        for (int i = 0; i < EACH; ++i) {
+          if (row + i * STEP >= rows) break;
           uint32_t const place = (i % 2 == 0 ? even : odd) + i / 2 * 2 * STEP * 128;
           ptx::cp_async_16(target + place, in + offsets[i]);
         }
         ptx::cp_async_arrive(full(ring.stage));
+        if (k == k0) {
+          if (thread == 0) post(posts.stage, ahead.s, ahead.t);
+          ahead.next(*this);
+        }
       }
     }
+    if (thread == 0) post(posts.stage, {-1, 0, 0, 0, 0}, {});
+  }
+
+  // Tells those who multiply what comes next; tile -1 is the end.
+  __device__ void post(int slot, MoeSegment const& s, MoeTokens const& t) const {
+    shared.segments[slot] = s;
+    shared.tokens[slot] = t;
+    ptx::barrier_arrive(ptx::shared_address(&shared.posted[slot]));
   }
 
   // The sums of one segment, N tokens wide; then the tile's result, if nobody else has to add to
   // it.
   template <int N>
-  __device__ void multiply(MoeSegment const& s, MoeTokens const& t, int const* rows,
-                           MoeRing& ring) const {
-    int const group = threadIdx.x / 128 - 1;
+  __device__ void multiply(MoeSegment const& s, MoeTokens const& t, Ring& ring) const {
+    int const part = Shape::kInTurn ? 0 : static_cast<int>(threadIdx.x) / 128 - 1;
     float sums[2][N / 2] = {};
     int previous = -1;
     for (int k = s.k0; k < s.k1; ++k, ring.advance()) {
       ptx::barrier_wait(full(ring.stage), ring.phase);
       ptx::fence_async_proxy();  // the tokens came through the other proxy
-      uint32_t const stage = stages + ring.stage * SM90_MOE_STAGE_BYTES;
-      uint64_t const a0 = wgmma::descriptor(stage + group * SM90_MOE_WEIGHT_BYTES / 4);
-      uint64_t const a1 = a0 + SM90_MOE_WEIGHT_BYTES / 2 / 16;
-      uint64_t const b = wgmma::descriptor(stage + SM90_MOE_WEIGHT_BYTES);
+      uint32_t const stage = stages + ring.stage * STAGE_BYTES;
+      uint64_t const a0 = wgmma::descriptor(stage + part * WEIGHT_BYTES / 4);
+      uint64_t const a1 = a0 + WEIGHT_BYTES / 2 / 16;
+      uint64_t const b = wgmma::descriptor(stage + WEIGHT_BYTES);
       wgmma::fence();
 #pragma unroll
       for (int i = 0; i < SM90_MOE_K / 16; ++i) {
@@ -168,6 +242,10 @@ struct MoeGemm {
         wgmma::mma<N>(sums[1], a1 + 2 * i, b + 2 * i);
       }
       wgmma::commit();
+      // All stages of the segment have come: the other warpgroup may wait for those behind.
+      if (Shape::kInTurn && k == s.k1 - 1 && threadIdx.x % 32 == 0) {
+        ptx::barrier_arrive(ptx::shared_address(&shared.turn[2 - threadIdx.x / 128]));
+      }
       wgmma::wait<1>();
       if (previous >= 0) release(previous);
       previous = ring.stage;
@@ -175,41 +253,44 @@ struct MoeGemm {
     wgmma::wait<0>();
     release(previous);
     if (s.first_cta != s.last_cta && !add_parts<N>(s, sums)) return;
-    Product::template finish<N>(g, t, group, rows, sums);
+    Product::template finish<N, ROWS>(g, t, part, sums);
   }
 
-  // This warp has read the stage.
+  // This warp has read the stage, into which all sharers write.
   __device__ void release(int stage) const {
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(empty(stage));
+    int const lane = threadIdx.x % 32;
+    if (SHARERS == 1 && lane == 0) ptx::barrier_arrive(empty(stage));
+    if (SHARERS > 1 && lane < SHARERS) ptx::barrier_arrive_at(empty(stage), lane);
   }
 
   // Leaves this CTA's sums in memory. The last CTA to do so adds all of them in the order of K and
   // returns true: the order of arrival decides who adds, not what is added.
   template <int N>
   __device__ bool add_parts(MoeSegment const& s, float (&sums)[2][N / 2]) const {
-    constexpr int BARRIER = 2;
-    constexpr int THREADS = 256;
-    int const thread = threadIdx.x - 128;
+    constexpr int THREADS = Shape::kInTurn ? 128 : 256;
+    int const group = Shape::kInTurn ? static_cast<int>(threadIdx.x) / 128 - 1 : 0;
+    int const barrier = 2 + group;
+    int const thread = static_cast<int>(threadIdx.x) - 128 - group * THREADS;
     // A CTA has at most two parts of tiles: one whose K it begins, and one that others began.
     auto slot = [&](int cta) {
-      int64_t const index = 2 * cta + (cta == s.first_cta);
+      int64_t const index = 2 * (cta * SHARERS + sharer) + (cta == s.first_cta);
       return reinterpret_cast<float4*>(g.partials + index * g.partial_size) + thread;
     };
-    float4* mine = slot(blockIdx.x);
+    float4* mine = slot(static_cast<int>(blockIdx.x) / SHARERS);
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
       float const* v = &sums[i / (N / 8)][i % (N / 8) * 4];
       __stcg(mine + i * THREADS, make_float4(v[0], v[1], v[2], v[3]));
     }
     __threadfence();
-    ptx::named_barrier(BARRIER, THREADS);  // all parts of this CTA are visible
+    ptx::named_barrier(barrier, THREADS);  // all parts of this CTA are visible
     if (thread == 0) {
-      int const before = atomicAdd(&g.arrivals[s.first_cta], 1);
-      shared.last = before == s.last_cta - s.first_cta;
+      int const before = atomicAdd(&g.arrivals[s.first_cta * SHARERS + sharer], 1);
+      shared.last[group] = before == s.last_cta - s.first_cta;
       __threadfence();
     }
-    ptx::named_barrier(BARRIER, THREADS);  // shared.last
-    bool const last = shared.last;
+    ptx::named_barrier(barrier, THREADS);  // last
+    bool const last = shared.last[group];
     if (!last) return false;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sums[0][i] = sums[1][i] = 0.0f;
@@ -229,74 +310,82 @@ struct MoeGemm {
     return true;
   }
 
+  // With the least N that holds the tile's tokens
+  template <int N, int... MORE>
+  __device__ void multiply_by(MoeSegment const& s, MoeTokens const& t, Ring& ring) const {
+    if constexpr (sizeof...(MORE) > 0) {
+      if (t.rows > N) return multiply_by<MORE...>(s, t, ring);
+    }
+    multiply<N>(s, t, ring);
+  }
+
   __device__ void multiply_all() const {
-    constexpr int BARRIER = 3;
-    int const thread = threadIdx.x - 128;
-    MoeRing ring;
-    MoeSchedule work = schedule();
-    int turn = 0;
-    for (MoeSegment s; work.next(s); turn ^= 1) {
-      MoeTokens const t = tokens(s.tile);
-      int* rows = shared.rows[turn];
-      if (thread < t.rows) rows[thread] = g.rows[t.place + thread];
-      ptx::named_barrier(BARRIER, 256);  // rows are written; those before the last are read
-      if (t.rows <= 8) {
-        multiply<8>(s, t, rows, ring);
-      } else if (t.rows <= 16) {
-        multiply<16>(s, t, rows, ring);
-      } else if (t.rows <= 32) {
-        multiply<32>(s, t, rows, ring);
-      } else if (t.rows <= 48) {
-        multiply<48>(s, t, rows, ring);
-      } else if (t.rows <= 64) {
-        multiply<64>(s, t, rows, ring);
-      } else if (t.rows <= 80) {
-        multiply<80>(s, t, rows, ring);
-      } else if (t.rows <= 96) {
-        multiply<96>(s, t, rows, ring);
-      } else if (t.rows <= 112) {
-        multiply<112>(s, t, rows, ring);
-      } else if (t.rows <= 120) {
-        multiply<120>(s, t, rows, ring);
-      } else if (t.rows <= 128) {
-        multiply<128>(s, t, rows, ring);
-      } else if (t.rows <= 136) {
-        multiply<136>(s, t, rows, ring);
-      } else if (t.rows <= 144) {
-        multiply<144>(s, t, rows, ring);
+    Ring ring;
+    int const group = static_cast<int>(threadIdx.x) / 128 - 1;
+    int skip = Shape::kInTurn ? group : 0;  // segments of the other warpgroup
+    int turn = group;                       // parity of mine
+    for (MoeRing<Shape::kPosts> posts;; posts.advance()) {
+      int const slot = posts.stage;
+      ptx::barrier_wait(ptx::shared_address(&shared.posted[slot]), posts.phase);
+      MoeSegment const s = shared.segments[slot];
+      if (s.tile < 0) break;
+      if (Shape::kInTurn) {
+        if (skip-- > 0) {
+          ring.advance(s.k1 - s.k0);
+          continue;
+        }
+        skip = 1;
+        ptx::barrier_wait(ptx::shared_address(&shared.turn[group]), turn ^= 1);
+      }
+      MoeTokens const t = shared.tokens[slot];
+      if constexpr (Shape::kTokens == 32) {
+        multiply_by<8, 16, 32>(s, t, ring);
+      } else if constexpr (Shape::kTokens == 64) {
+        multiply_by<8, 16, 32, 48, 64>(s, t, ring);
       } else {
-        multiply<160>(s, t, rows, ring);
+        multiply_by<8, 16, 32, 48, 64, 80, 96, 112, 120, 128, 136, 144, 160>(s, t, ring);
       }
     }
   }
 };
 
-template <class Product>
+template <class Product, class Shape>
 __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
     sm90_moe_gemm(__grid_constant__ MoeWeightMaps const maps,
                   __grid_constant__ MoeGemmArgs const g) {
   extern __shared__ char dynamic[];
   uint32_t const base = ptx::shared_address(dynamic);
   uint32_t const aligned = (base + 1023) / 1024 * 1024;
-  auto& shared = *reinterpret_cast<MoeGemmShared*>(dynamic + (aligned - base) +
-                                                   SM90_MOE_STAGES * SM90_MOE_STAGE_BYTES);
-  MoeGemm<Product> const gemm{maps, g, shared, aligned};
+  auto& shared = *reinterpret_cast<MoeGemmShared<Shape>*>(dynamic + (aligned - base) +
+                                                          Shape::kStages * Shape::kStageBytes);
+  constexpr int SHARERS = Shape::kSharers;
+  int const sharer = SHARERS == 1 ? 0 : cluster_rank();
+  MoeGemm<Product, Shape> const gemm{maps, g, shared, aligned, sharer};
   int const warp = threadIdx.x / 32;
+  if (threadIdx.x <= kMaxExpertParts) ptx::prefetch_map(&maps.part[threadIdx.x]);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SM90_MOE_STAGES; ++i) {
+    for (int i = 0; i < Shape::kStages; ++i) {
       ptx::barrier_init(gemm.full(i), 1 + SM90_MOE_TOKEN_THREADS);
-      ptx::barrier_init(gemm.empty(i), 8);
+      ptx::barrier_init(gemm.empty(i), (Shape::kInTurn ? 4 : 8) * SHARERS);
+    }
+    for (uint64_t const& turn : shared.turn) ptx::barrier_init(ptx::shared_address(&turn), 4);
+    for (uint64_t const& posted : shared.posted) {
+      ptx::barrier_init(ptx::shared_address(&posted), 1);
     }
     ptx::barrier_init_fence();
   }
   // The lists were made before the kernel that makes proj's input began: only fc has to wait here.
   if (Product::kGather) wait_for_previous_kernel();
   shared.tiles.fill(g.expert_begin, g.experts);
-  __syncthreads();  // barriers, tiles
+  __syncthreads();    // barriers, tiles
+  if (SHARERS > 1) {  // barriers of the others
+    cluster_arrive();
+    cluster_wait();
+  }
   if (Product::kGather) let_next_kernel_start();
 
   if (warp < 4) {
-    ptx::registers_down<56>();
+    ptx::registers_down<72>();
     if (warp > 0) {
       if (!Product::kGather) wait_for_previous_kernel();
       gemm.load_tokens(threadIdx.x - 32);
@@ -304,21 +393,27 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
       gemm.load_weights();
     }
   } else {
-    ptx::registers_up<224>();
+    ptx::registers_up<216>();
     if (!Product::kGather) {
       wait_for_previous_kernel();
       let_next_kernel_start();
     }
     gemm.multiply_all();
   }
+  if (SHARERS > 1) {  // a CTA that is gone cannot be written to
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
+  }
 }
 
 // Encodes the maps and launches one CTA for each multiprocessor. `parts` [p.parts]: weights of
 // [experts / parts, weight_rows, depth]; `shared`: [weight_rows, depth].
-template <class Product>
-cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, void const* shared,
-                                 MoeGemmArgs g, Sm90MoeWorkspace const& ws, cudaStream_t stream) {
-  constexpr int BOX_ROWS = SM90_MOE_WEIGHT_ROWS / 2;
+template <class Product, class Shape>
+cudaError_t launch_sm90_moe_gemm_as(MoeParams const& p, void const* const* parts,
+                                    void const* shared, MoeGemmArgs g, Sm90MoeWorkspace const& ws,
+                                    cudaStream_t stream) {
+  g.weight_tiles = static_cast<int>(ceil_div(g.weight_rows, Shape::kRows));
   g.experts = p.experts;
   g.experts_per_part = p.experts / p.parts;
   g.slots = p.top_k + 1;
@@ -335,7 +430,7 @@ cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, v
   auto const encode = [&g](CUtensorMap& map, void const* data, int experts) {
     cuuint64_t const dims[] = {static_cast<cuuint64_t>(g.depth),
                                static_cast<cuuint64_t>(experts) * g.weight_rows};
-    cuuint32_t const box[] = {64, BOX_ROWS};
+    cuuint32_t const box[] = {64, Shape::kRows / 2};
     return encode_tensor_map(map, data, 2, dims, box);
   };
   cudaError_t status = encode(maps.part[kMaxExpertParts], shared, 1);
@@ -347,12 +442,34 @@ cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, v
   int processors = 0;
   status = count_processors(processors);
   if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(sm90_moe_gemm<Product>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                SM90_MOE_SHARED_BYTES);
+  auto* kernel = sm90_moe_gemm<Product, Shape>;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                SM90_MOE_SHARED_BYTES<Shape>);
   if (status != cudaSuccess) return status;
   auto const ctas = static_cast<unsigned>(std::min(processors, SM90_MOE_MAX_CTAS));
-  return launch_behind(sm90_moe_gemm<Product>, ctas, SM90_MOE_THREADS, SM90_MOE_SHARED_BYTES,
-                       stream, maps, g);
+  return launch_clusters_behind(kernel, Shape::kSharers, ctas / Shape::kSharers * Shape::kSharers,
+                                SM90_MOE_THREADS, SM90_MOE_SHARED_BYTES<Shape>, stream, maps, g);
+}
+
+template <class Product>
+cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, void const* shared,
+                                 MoeGemmArgs const& g, Sm90MoeWorkspace const& ws,
+                                 cudaStream_t stream) {
+  // Where K is short, storing takes as long as multiplying. Measured: notes/moe.md.
+  constexpr int SHORT_DEPTH = 768;
+  bool const in_turn = !Product::kGather && g.depth <= SHORT_DEPTH;
+  int64_t const average = p.tokens * p.top_k / p.experts;
+  auto* launch = launch_sm90_moe_gemm_as<Product, MoeShape<160, 2, false>>;
+  if (p.tokens <= 32) {
+    launch = in_turn ? launch_sm90_moe_gemm_as<Product, MoeShape<32, 1, true>>
+                     : launch_sm90_moe_gemm_as<Product, MoeShape<32, 1, false>>;
+  } else if (average <= 40) {
+    launch = in_turn ? launch_sm90_moe_gemm_as<Product, MoeShape<64, 1, true>>
+                     : launch_sm90_moe_gemm_as<Product, MoeShape<64, 1, false>>;
+  } else if (average <= SM90_MOE_MAX_TOKENS) {
+    launch = launch_sm90_moe_gemm_as<Product, MoeShape<160, 1, false>>;
+  }
+  return launch(p, parts, shared, g, ws, stream);
 }
 
 }  // namespace m3::kernels

@@ -33,6 +33,7 @@ size_t sm90_moe_carve(MoeParams const& p, void* base, Sm90MoeWorkspace& ws) {
   carver.take(ws.expert_ids, p.tokens * p.top_k);
   carver.take(ws.expert_weights, p.tokens * p.top_k);
   carver.take(ws.rows, rows);
+  carver.take(ws.places, rows);
   carver.take(ws.expert_begin, p.experts + 2);
   carver.take(ws.arrivals, 2 * SM90_MOE_MAX_CTAS);
   carver.take(ws.ready, SM90_MOE_DECODE_VISITS);

@@ -3,12 +3,13 @@
 namespace m3::kernels {
 namespace {
 
-// outputs[row of place] = proj * activations[place], fp32.
+// outputs[place] = proj * activations[place], fp32.
 struct ProjProduct {
   static constexpr bool kGather = false;
 
+  template <int ROWS>
   __device__ static int first_row(MoeGemmArgs const&, int weight_tile, int half) {
-    return weight_tile * SM90_MOE_WEIGHT_ROWS + half * SM90_MOE_WEIGHT_ROWS / 2;
+    return weight_tile * ROWS + half * ROWS / 2;
   }
 
   // v: two tokens (lane % 4 counts pairs) of two weight rows (lane / 4 and + 8). Returned: four
@@ -26,25 +27,25 @@ struct ProjProduct {
     return high ? make_float4(z, w, a[2], a[3]) : make_float4(a[0], a[1], z, w);
   }
 
-  template <int N>
-  __device__ static void finish(MoeGemmArgs const& g, MoeTokens const& t, int group,
-                                int const* rows, float (&sums)[2][N / 2]) {
+  template <int N, int ROWS>
+  __device__ static void finish(MoeGemmArgs const& g, MoeTokens const& t, int part,
+                                float (&sums)[2][N / 2]) {
     int const lane = threadIdx.x % 32;
     int const warp = threadIdx.x / 32 % 4;
-    int const first = t.weight_tile * SM90_MOE_WEIGHT_ROWS + group * 64;
-    float* out = g.outputs + first + warp * 16 + (lane & 8) + lane / 16 * 4;
+    int const first = t.weight_tile * ROWS + part * 64;
     int const token = lane % 4 * 2 + lane / 4 % 2;
-    bool const has[2] = {first < g.weight_rows, first + SM90_MOE_WEIGHT_ROWS / 2 < g.weight_rows};
+    float* out = g.outputs + int64_t{t.place + token} * g.weight_rows + first + warp * 16 +
+                 (lane & 8) + lane / 16 * 4;
+    bool const has[2] = {first < g.weight_rows, first + ROWS / 2 < g.weight_rows};
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-      int const i = 8 * j + token;
-      float* target = out + (i < t.rows ? int64_t{rows[i]} * g.weight_rows : 0);
+      float* target = out + int64_t{8 * j} * g.weight_rows;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float const* v = &sums[half][4 * j];
         float4 const value = gather_rows({v[0], v[1], v[2], v[3]});
-        if (i < t.rows && has[half]) {
-          __stcs(reinterpret_cast<float4*>(target + half * SM90_MOE_WEIGHT_ROWS / 2), value);
+        if (8 * j + token < t.rows && has[half]) {
+          __stcs(reinterpret_cast<float4*>(target + half * ROWS / 2), value);
         }
       }
     }
@@ -59,7 +60,6 @@ cudaError_t launch_sm90_moe_proj(MoeParams const& p, Sm90MoeWorkspace const& ws,
   g.in = ws.activations;
   g.depth = static_cast<int>(p.width);
   g.weight_rows = static_cast<int>(p.hidden);
-  g.weight_tiles = static_cast<int>(ceil_div(p.hidden, SM90_MOE_WEIGHT_ROWS));
   g.arrivals = ws.arrivals + SM90_MOE_MAX_CTAS;
   return launch_sm90_moe_gemm<ProjProduct>(p, p.proj, p.shared_proj, g, ws, stream);
 }

@@ -189,7 +189,10 @@ __global__ void __launch_bounds__(PERMUTE_THREADS)
   int const pairs = real * p.top_k;
   if (expert == p.experts) {
     for (int i = threadIdx.x; i < 2 * SM90_MOE_MAX_CTAS; i += threads) ws.arrivals[i] = 0;
-    for (int i = threadIdx.x; i < real; i += threads) ws.rows[pairs + i] = i * slots + p.top_k;
+    for (int i = threadIdx.x; i < real; i += threads) {
+      ws.rows[pairs + i] = i * slots + p.top_k;
+      ws.places[i * slots + p.top_k] = pairs + i;
+    }
     if (threadIdx.x == 0) {
       ws.expert_begin[expert] = pairs;
       ws.expert_begin[expert + 1] = pairs + real;
@@ -217,7 +220,9 @@ __global__ void __launch_bounds__(PERMUTE_THREADS)
     int const total = block_scan(__popc(mine), warp_sums, before);
     for (int at = place + before; mine != 0; mine &= mine - 1, ++at) {
       int const pair = first + __ffs(static_cast<int>(mine)) - 1;
-      ws.rows[at] = pair / p.top_k * slots + pair % p.top_k;
+      int const row = pair / p.top_k * slots + pair % p.top_k;
+      ws.rows[at] = row;
+      ws.places[row] = at;
     }
     place += total;
   }
@@ -227,7 +232,7 @@ template <int TILES>
 cudaError_t launch_logits(MoeParams const& p, float* logits, cudaStream_t stream) {
   int const splits = sm90_router_splits(p.tokens, p.hidden);
   // A step of few tokens needs many small blocks to read the router at the memory's speed.
-  int const warps = p.tokens <= SM90_ROUTER_TOKENS ? 2 : 8;
+  int const warps = p.tokens <= 4 * SM90_ROUTER_TOKENS ? 2 : 8;
   dim3 const grid(static_cast<unsigned>(ceil_div(p.tokens, TILES * 8)), splits,
                   static_cast<unsigned>(ceil_div(p.experts, warps * WARP_EXPERTS)));
   int64_t const depth = ceil_div(p.hidden / 64, splits) * 64;
@@ -240,11 +245,13 @@ cudaError_t launch_logits(MoeParams const& p, float* logits, cudaStream_t stream
 cudaError_t launch_sm90_moe_route(MoeParams const& p, Sm90MoeWorkspace const& ws,
                                   cudaStream_t stream) {
   static_assert(kMaxTopK <= 32, "lane k keeps choice k");
-  cudaError_t status = p.tokens <= 8 ? launch_logits<1>(p, ws.logits, stream)
-                                     : launch_logits<8>(p, ws.logits, stream);
+  auto* logits = p.tokens <= 8                        ? launch_logits<1>
+                 : p.tokens < SM90_ROUTER_LONG_TOKENS ? launch_logits<8>
+                                                      : launch_sm90_moe_long_logits;
+  cudaError_t status = logits(p, ws.logits, stream);
   if (status != cudaSuccess) return status;
-  // Few tokens: many threads for the many partial sums of each.
-  int const count = p.tokens <= SM90_ROUTER_TOKENS ? 1 : SELECT_THREADS / 32;
+  // Many threads for the many partial sums of each token; long steps have few.
+  int const count = p.tokens <= 2048 ? 1 : SELECT_THREADS / 32;
   auto const blocks = static_cast<unsigned>(ceil_div(p.tokens, count));
   size_t const bytes = static_cast<size_t>(count) * p.experts * 8;
   status = launch_behind(sm90_moe_select, blocks, SELECT_THREADS, bytes, stream, p, ws,

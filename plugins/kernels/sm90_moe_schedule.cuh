@@ -48,10 +48,10 @@ class MoeSchedule {
   }
 
  private:
-  __device__ int begin(int cta) const { return static_cast<int>(int64_t{cta} * units_ / sharers_); }
+  __device__ int begin(int cta) const { return cta * units_ / sharers_; }
   // The last cta whose range begins at or before `unit`
   __device__ int owner(int unit) const {
-    auto cta = static_cast<int>(int64_t{unit} * sharers_ / units_);
+    int cta = unit * sharers_ / units_;
     while (begin(cta + 1) <= unit) ++cta;
     return cta;
   }
@@ -65,17 +65,19 @@ struct MoeTokens {
   int expert;       // number `experts` is the shared one
   int weight_tile;  // counts SM90_MOE_WEIGHT_ROWS
   int place, rows;  // first place, number of rows
-  bool alone;       // no other tile reads the same weights
+  bool alone;       // nobody reads the same weights later
 };
 
-// Tables in shared memory, by which a CTA finds the rows of a tile.
+// Tables in shared memory, by which a CTA finds the rows of a tile. SHARERS CTAs of a cluster take
+// a tile together: the same weights, each a part of its tokens.
+template <int TOKENS, int SHARERS>
 struct MoeTiles {
   int begin[kMaxExperts + 2];   // first place of each expert
   int prefix[kMaxExperts + 2];  // token tiles before: entry 0 is the shared expert, e + 1 expert e
 
   // All threads of the block
   __device__ void fill(int32_t const* expert_begin, int experts) {
-    constexpr int CAPACITY = SM90_MOE_MAX_TOKENS;
+    constexpr int CAPACITY = SHARERS * TOKENS;
     for (int i = threadIdx.x; i < experts + 2; i += blockDim.x) begin[i] = expert_begin[i];
     __syncthreads();  // begin
     if (threadIdx.x >= 32) return;
@@ -107,7 +109,7 @@ struct MoeTiles {
   // The shared expert's tiles have many tokens: they are spread among the others, which wait for
   // memory meanwhile. Tiles of the same weights lie side by side: they run at the same time and
   // share them in L2.
-  __device__ MoeTokens find(int tile, int experts, int weight_tiles) const {
+  __device__ MoeTokens find(int tile, int experts, int weight_tiles, int sharer) const {
     MoeTokens t;
     int const shared_tiles = prefix[1];
     int const routed = (prefix[experts + 1] - shared_tiles);  // a round: of all weight tiles
@@ -135,10 +137,11 @@ struct MoeTiles {
       local %= token_tiles;
     }
     int const rows = begin[t.expert + 1] - begin[t.expert];
-    int const each = ((rows + token_tiles - 1) / token_tiles + 7) / 8 * 8;
-    int const first = local * each;
+    int const parts = token_tiles * SHARERS;
+    int const each = ((rows + parts - 1) / parts + 7) / 8 * 8;
+    int const first = (local * SHARERS + sharer) * each;
     t.place = begin[t.expert] + first;
-    t.rows = min(each, rows - first);
+    t.rows = max(0, min(each, rows - first));
     t.alone = token_tiles == 1;
     return t;
   }

@@ -14,6 +14,7 @@ constexpr int SM90_MOE_MAX_TOKENS = 160;   // of one tile
 constexpr int SM90_MOE_WEIGHT_ROWS = 256;  // of one tile
 constexpr int SM90_ROUTER_MAX_SPLITS = 24;
 constexpr int SM90_ROUTER_TOKENS = 64;        // of one block, at most
+constexpr int SM90_ROUTER_LONG_TOKENS = 512;  // from so many on wgmma makes the logits
 constexpr int SM90_MOE_DECODE_TOKENS = 8;     // so few take the launches for decode steps
 constexpr int SM90_MOE_DECODE_HIDDEN = 6144;  // at most
 constexpr int SM90_MOE_DECODE_EXPERTS = 256;  // at most
@@ -27,18 +28,20 @@ struct Sm90MoeWorkspace {
   int32_t* expert_ids;         // [tokens, top_k]; -1 for padding tokens
   float* expert_weights;       // [tokens, top_k], scale included
   int32_t* rows;               // [tokens * (top_k + 1)] row of each place
+  int32_t* places;             // [tokens * (top_k + 1)] place of each row
   int32_t* expert_begin;       // [experts + 2] first place of each expert, end
   int32_t* arrivals;           // [2, SM90_MOE_MAX_CTAS] CTAs that finished their part of a tile
   int32_t* ready;              // [SM90_MOE_DECODE_VISITS] parts of activations that are done
   __nv_bfloat16* activations;  // [tokens * (top_k + 1), width] by place
-  float* outputs;              // [tokens * (top_k + 1), hidden] by row
+  float* outputs;              // [tokens * (top_k + 1), hidden] by place
   float* partials;             // [2 * SM90_MOE_MAX_CTAS, tile] sums over a part of K
 };
 
 // Number of parts that the router cuts `hidden` into.
 int sm90_router_splits(int64_t tokens, int64_t hidden);
 
-// Makes expert_ids, expert_weights, rows, expert_begin and zeroes arrivals.
+cudaError_t launch_sm90_moe_long_logits(MoeParams const& p, float* logits, cudaStream_t stream);
+// Makes expert_ids, expert_weights, rows, places, expert_begin and zeroes arrivals.
 cudaError_t launch_sm90_moe_route(MoeParams const& p, Sm90MoeWorkspace const& ws,
                                   cudaStream_t stream);
 cudaError_t launch_sm90_moe_fc(MoeParams const& p, Sm90MoeWorkspace const& ws, cudaStream_t stream);

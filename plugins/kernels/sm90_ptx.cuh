@@ -22,6 +22,16 @@ __device__ inline void barrier_init_fence() {
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// At the barrier that lies at this place in another CTA of the cluster. Without a scope: a release
+// to the cluster would wait for all that the warp has stored.
+__device__ inline void barrier_arrive_at(uint32_t barrier, int cta) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(cta)
+      : "memory");
+}
 __device__ inline void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -36,12 +46,24 @@ __device__ inline void barrier_wait(uint32_t barrier, int parity) {
 }
 
 // Copies into shared memory
+__device__ inline void prefetch_map(CUtensorMap const* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 __device__ inline void tma_load(uint32_t target, CUtensorMap const* map, uint32_t barrier, int x,
                                 int y, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
+      : "memory");
+}
+// To the same place, and the same barrier, in every CTA of the cluster whose bit is set in `ctas`
+__device__ inline void tma_load_multicast(uint32_t target, CUtensorMap const* map, uint32_t barrier,
+                                          int x, int y, uint16_t ctas, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(ctas), "l"(policy)
       : "memory");
 }
 // Contiguous bytes, a multiple of 16

@@ -32,6 +32,7 @@ SHAPES = {
     "odd-bf16": Shape("bf16", 70, 6, 3, 37, 21, parts=2),
     "odd-f32": Shape("f32", 35, 5, 5, 33, 20),
     "one-expert": Shape("bf16", 64, 1, 1, 32, 32),
+    "crowded": Shape("bf16", 128, 8, 4, 128, 128),
 }
 STEPS = {  # real tokens, padding
     "empty": (0, 0),
@@ -194,8 +195,8 @@ REAL_WIDTHS = {  # of the released model, with fewer experts
 @pytest.mark.parametrize("tokens", [1, 5, 9, 70, 700, 4100])
 @pytest.mark.parametrize("shape", REAL_WIDTHS)
 def test_real_widths(shape: str, tokens: int, hot: bool) -> None:
-    """Decode steps, every tile width of the GEMMs, tiles cut along K, experts with no token and
-    with all.
+    """Decode steps, every shape and tile width of the GEMMs, tiles cut along K, experts with no
+    token and with all.
     """
     s = REAL_WIDTHS[shape]
     torch.cuda.manual_seed(tokens)
