@@ -3,6 +3,7 @@
 
 #include "kernels/mma_sync.cuh"
 #include "kernels/paged_prefill_tiles.cuh"
+#include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_attention_mma.cuh"
 #include "kernels/tensor_map.h"
 #include "kernels/this_device.h"
@@ -58,7 +59,7 @@ __device__ int count_pages(Tile const& tile) {
 class TileWalk {
  public:
   __device__ TileWalk(PagedPrefillParams const& p, int tile_tokens)
-      : p_(p), tile_tokens_(tile_tokens), end_(prefill_slots(p, tile_tokens) * p.num_kv_heads) {}
+      : p_(p), tile_tokens_(tile_tokens), end_(filled_slots(p, tile_tokens) * p.num_kv_heads) {}
 
   // Without tokens behind the last tile.
   __device__ Tile next() {
@@ -70,7 +71,7 @@ class TileWalk {
       backwards_ = !backwards_;
       if (index >= end_) continue;
       tile.head = index % p_.num_kv_heads;
-      tile.queries = prefill_tile(p_, tile_tokens_, index / p_.num_kv_heads);
+      tile.queries = prefill_tile(p_, tile_tokens_, index / p_.num_kv_heads, tile.head);
       if (tile.queries.num_tokens > 0) return tile;
     }
     tile.queries.num_tokens = 0;
@@ -387,7 +388,7 @@ __device__ void store_rows(PagedPrefillParams const& p, PrefillShared& shared, T
   for (int i = 0; i < 8; ++i) {
     int const row = first_row + 2 * i + self.lane / 16;
     int const head = (row >> log_group) * p.num_heads + (row & (group - 1));
-    if (row < tile.queries.num_tokens << log_group) to[head * (kHeadSize / 8) + chunk] = pieces[i];
+    if (tile.queries.wants(row >> log_group)) to[head * (kHeadSize / 8) + chunk] = pieces[i];
   }
 }
 
@@ -427,6 +428,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<PrefillShared*>(memory);
+  wait_for_previous_kernel();
   clear_context_padding(p);
   int const group = p.num_heads / p.num_kv_heads;
   if (threadIdx.x == 0) {
@@ -482,9 +484,8 @@ cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
   status = count_processors(processors);
   if (status != cudaSuccess) return status;
   int const tiles = prefill_slots(p, static_cast<int>(tile_tokens)) * p.num_kv_heads;
-  prefill_kernel<<<std::min(tiles, processors), THREADS, sizeof(PrefillShared), stream>>>(
-      p, q_map, kv_map, static_cast<int>(tile_tokens));
-  return cudaGetLastError();
+  return launch_behind(prefill_kernel, std::min(tiles, processors), THREADS, sizeof(PrefillShared),
+                       stream, p, q_map, kv_map, static_cast<int>(tile_tokens));
 }
 
 }  // namespace m3::kernels
