@@ -12,9 +12,14 @@ struct PrefillTile {
   int32_t first_token;
   int32_t num_tokens;      // 0: no tile
   int32_t first_position;  // of the first token; negative when the request claims too few tokens
-  uint32_t wanted = ~0u;   // bit i: token i of a listed tile is to be written
   // Keys that the last token sees.
   __device__ int32_t length() const { return max(0, first_position + num_tokens); }
+};
+
+// A tile of which only some tokens may be wanted.
+struct WantedTile : PrefillTile {
+  uint32_t wanted;  // bit i: token i is to be written
+
   __device__ bool wants(int token) const {
     return token < num_tokens && (wanted >> token % 32 & 1) != 0;
   }
@@ -23,24 +28,13 @@ struct PrefillTile {
 // Request r owns the slots from cu[r] / tokens + r to those of request r + 1: at least as many as
 // it needs, and the host knows how many there are at most.
 __host__ __device__ inline int32_t prefill_slots(PagedPrefillParams const& p, int tile_tokens) {
-  if (p.only.tiles != nullptr) return p.only.most;
   int32_t const slots = p.num_tokens / tile_tokens + p.num_requests;
   return slots > 0 ? slots : 1;  // all padding
 }
 
-// How many of them there are.
-__device__ inline int32_t filled_slots(PagedPrefillParams const& p, int tile_tokens) {
-  return p.only.tiles != nullptr ? *p.only.count : prefill_slots(p, tile_tokens);
-}
-
 // The slots' tiles, those with most keys of each request first.
 __device__ inline PrefillTile prefill_tile(PagedPrefillParams const& p, int tile_tokens,
-                                           int32_t slot, int head) {
-  if (p.only.tiles != nullptr) {
-    ListedTile const tile = p.only.tiles[int64_t{slot} * p.num_kv_heads + head];
-    return {tile.request, tile.first_token, 32 - __clz(tile.tokens), tile.first_position,
-            tile.tokens};
-  }
+                                           int32_t slot) {
   if (p.num_requests == 0) return {0, 0, 0, 0};
   int32_t const* __restrict__ const cu = p.tokens.cu_query_lens;
   slot = prefill_slots(p, tile_tokens) - 1 - slot;
@@ -58,6 +52,22 @@ __device__ inline PrefillTile prefill_tile(PagedPrefillParams const& p, int tile
   if (first < 0 || first >= count) return {low, 0, 0, 0};
   return {low, cu[low] + first, min(tile_tokens, count - first),
           p.tokens.sequence_length[low] - count + first};
+}
+
+__device__ inline WantedTile listed_tile(PagedPrefillParams const& p, int32_t slot, int head) {
+  ListedTile const tile = p.only.tiles[int64_t{slot} * p.num_kv_heads + head];
+  return {{tile.request, tile.first_token, 32 - __clz(tile.tokens), tile.first_position},
+          tile.tokens};
+}
+
+// How many slots have a tile at most, and theirs, whether they are listed or not.
+__device__ inline int32_t filled_slots(PagedPrefillParams const& p, int tile_tokens) {
+  return p.only.tiles != nullptr ? *p.only.count : prefill_slots(p, tile_tokens);
+}
+__device__ inline WantedTile any_tile(PagedPrefillParams const& p, int tile_tokens, int32_t slot,
+                                      int head) {
+  if (p.only.tiles != nullptr) return listed_tile(p, slot, head);
+  return {prefill_tile(p, tile_tokens, slot), ~0u};
 }
 
 // Tokens behind the real ones, among those of the context rows; by all threads of the grid.

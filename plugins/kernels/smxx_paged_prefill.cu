@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   clear_context_padding(p);
   int const head = blockIdx.x;
   if (static_cast<int32_t>(blockIdx.y) >= filled_slots(p, tile_tokens)) return;
-  PrefillTile const tile = prefill_tile(p, tile_tokens, blockIdx.y, head);
+  WantedTile const tile = any_tile(p, tile_tokens, blockIdx.y, head);
   if (tile.num_tokens == 0) return;
   int const group = p.num_heads / p.num_kv_heads;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -261,7 +261,8 @@ cudaError_t launch_smxx_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
   cudaError_t const status = cudaFuncSetAttribute(
       prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(PrefillShared));
   if (status != cudaSuccess) return status;
-  dim3 const grid(p.num_kv_heads, prefill_slots(p, tile_tokens));
+  dim3 const grid(p.num_kv_heads,
+                  p.only.tiles == nullptr ? prefill_slots(p, tile_tokens) : p.only.most);
   prefill_kernel<<<grid, THREADS, sizeof(PrefillShared), stream>>>(p, tile_tokens);
   return cudaGetLastError();
 }
