@@ -3,6 +3,8 @@
 #include "kernels/smxx_cache_update.h"
 #include "kernels/smxx_paged_attention.h"
 #include "kernels/smxx_paged_decode.h"
+#include "kernels/smxx_selected_decode.h"
+#include "kernels/smxx_sparse_attention.h"
 #include "kernels/sparse_prefill.h"
 
 using namespace m3::kernels;
@@ -100,6 +102,50 @@ int m3_bench_sparse_prefill(Step const* s, void const* q, void const* kv_cache,
   }
   return wgmma ? launch_sm90_sparse_prefill(p, rounds, workspace, stream)
                : launch_smxx_sparse_prefill(p, rounds, workspace, stream);
+}
+
+// The context rows query by query.
+int m3_bench_selected_rows(Step const* s, void const* q, void const* kv_cache,
+                           float const* kv_scale, int32_t const* block_ids, int32_t top_k,
+                           void* out, cudaStream_t stream) {
+  PagedDecodeParams p{};
+  p.tokens = packed(*s);
+  Type const type = kv_scale == nullptr ? Type::kBfloat16 : Type::kFloat8E4m3;
+  p.view = view_of_virtual_pages(kv_cache, s->num_kv_heads, type);
+  p.kv_scale = kv_scale;
+  p.q = q;
+  p.block_ids = block_ids;
+  p.out = out;
+  p.num_heads = s->num_heads;
+  p.num_kv_heads = s->num_kv_heads;
+  p.top_k = top_k;
+  p.num_context = s->num_tokens - s->num_decode * s->q_len;
+  p.softmax_scale = s->softmax_scale;
+  return launch_selected_decode(p, stream);
+}
+
+// How the plugin computes the context rows: SparseRoute.
+int m3_bench_sparse_route(Step const* s, int32_t top_k) {
+  return static_cast<int>(sparse_route(s->num_tokens - s->num_decode * s->q_len,
+                                       s->num_requests - s->num_decode, s->max_pages, top_k));
+}
+
+// Those of the context rows that did not choose all their blocks.
+int m3_bench_partial_rows(Step const* s, void const* q, void const* kv_cache,
+                          int32_t const* block_ids, int32_t top_k, void* out, cudaStream_t stream) {
+  SparseAttentionParams p{};
+  p.tokens = packed(*s);
+  p.q = q;
+  p.kv_cache = kv_cache;
+  p.block_ids = block_ids;
+  p.out = out;
+  p.num_rows = s->num_tokens - s->num_decode * s->q_len;
+  p.num_heads = s->num_heads;
+  p.num_kv_heads = s->num_kv_heads;
+  p.top_k = top_k;
+  p.softmax_scale = s->softmax_scale;
+  p.type = Type::kBfloat16;
+  return launch_partial_rows(p, stream);
 }
 
 int m3_bench_cache_update(Step const* s, int32_t num_index_heads, int32_t rotary_dim,

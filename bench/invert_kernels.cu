@@ -43,6 +43,7 @@ int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspa
   p.top_k = s->top_k;
   p.group = s->num_heads / s->num_kv_heads;
   p.tile_queries = kSparseTileRows / p.group;
+  p.window = kPrefillRows / p.group;
   p.lse = static_cast<float*>(workspace);
   char* memory = static_cast<char*>(workspace) + lse_bytes(*s);
   return launch_invert_blocks(p, place(*s, memory), stream);

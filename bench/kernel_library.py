@@ -30,9 +30,11 @@ SOURCES = (
     KERNELS / "smxx_paged_decode.cu",
     KERNELS / "smxx_selected_decode.cu",
     KERNELS / "smxx_page_decode.cu",
+    KERNELS / "smxx_sparse_attention.cu",
     KERNELS / "smxx_paged_prefill.cu",
     KERNELS / "sm90_paged_prefill.cu",
     KERNELS / "smxx_invert_blocks.cu",
+    KERNELS / "smxx_invert_chunk.cu",
     KERNELS / "smxx_merge_partials.cu",
     KERNELS / "smxx_sparse_prefill_plan.cu",
     KERNELS / "smxx_sparse_prefill.cu",
@@ -279,6 +281,79 @@ def sparse_prefill(
         return out
 
     return call
+
+
+def selected_rows(
+    library: ctypes.CDLL,
+    batch: Batch,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    kv_scale: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:
+    """A call of the query-major kernel on the context rows: [N, Hq * D]."""
+    step = batch.as_c(q.shape[1], kv_cache.shape[3])
+    top_k = block_ids.shape[2]
+    out = torch.full((q.shape[0], q.shape[1] * HEAD), torch.nan, dtype=q.dtype, device="cuda")
+
+    def call() -> torch.Tensor:
+        assert batch.num_tokens == len(q)  # and the batch lives as long as the call
+        tensors = map(pointer, (q, kv_cache, kv_scale, block_ids))
+        launch = library.m3_bench_selected_rows
+        check(launch(ctypes.byref(step), *tensors, top_k, pointer(out), stream()))
+        return out
+
+    return call
+
+
+def dense_rows(
+    library: ctypes.CDLL,
+    batch: Batch,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    wgmma: bool,
+) -> Callable[[], torch.Tensor]:
+    """Dense attention of the context rows, once more of those that did not choose all blocks."""
+    step = batch.as_c(q.shape[1], kv_cache.shape[3])
+    dense = prefill(library, batch, q, kv_cache, wgmma)
+
+    def call() -> torch.Tensor:
+        out = dense()
+        tensors = map(pointer, (q, kv_cache, block_ids))
+        launch = library.m3_bench_partial_rows
+        check(launch(ctypes.byref(step), *tensors, block_ids.shape[2], pointer(out), stream()))
+        return out
+
+    return call
+
+
+ROUTES = ("rows", "dense", "blocks")
+
+
+def route(library: ctypes.CDLL, batch: Batch, heads: int, kv_heads: int, top_k: int) -> str:
+    """How the plugin computes context rows, where it has the kernels."""
+    step = batch.as_c(heads, kv_heads)
+    return ROUTES[library.m3_bench_sparse_route(ctypes.byref(step), top_k)]
+
+
+def context_rows(
+    library: ctypes.CDLL,
+    batch: Batch,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    wgmma: bool,
+    kv_scale: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:
+    """A call of what the plugin chooses for the context rows: [N, Hq * D]."""
+    inputs = (q, kv_cache, block_ids)
+    chosen = route(library, batch, q.shape[1], kv_cache.shape[3], block_ids.shape[2])
+    if chosen == "rows":
+        return selected_rows(library, batch, *inputs, kv_scale)
+    if chosen == "dense" and kv_scale is None:
+        return dense_rows(library, batch, *inputs, wgmma)
+    return sparse_prefill(library, batch, *inputs, wgmma, kv_scale=kv_scale)
 
 
 def graph_seconds(calls: list[Callable[[], Any]], repeats: int = 9, rounds: int = 1) -> float:

@@ -14,7 +14,11 @@ from m3trt.bench.msa_steps import TOP_K, Step
 from torch import Tensor
 
 INVERT_LIBRARY = ROOT / "out" / "invert_kernels.so"
-INVERT_SOURCES = (ROOT / "bench" / "invert_kernels.cu", KERNELS / "smxx_invert_blocks.cu")
+INVERT_SOURCES = (
+    ROOT / "bench" / "invert_kernels.cu",
+    KERNELS / "smxx_invert_blocks.cu",
+    KERNELS / "smxx_invert_chunk.cu",
+)
 
 
 def unit_scale(cache: Tensor) -> Tensor | None:
@@ -69,7 +73,7 @@ class Ours:
                     made[key] = kernels.decode(*arguments, scale)
                 else:
                     wgmma = self.wgmma and s.kv_cache.dtype == torch.bfloat16
-                    made[key] = kernels.sparse_prefill(*arguments, wgmma, kv_scale=scale)
+                    made[key] = kernels.context_rows(*arguments, wgmma, scale)
             return made[key]()
 
         return call

@@ -47,6 +47,10 @@ test_prefill_select.py::test_mixed_step_leaves_decode_rows_alone[smxx_prefill_se
 test_prefill_select.py::test_e4m3_cache[1]
 test_sparse_prefill.py::test_attends_to_the_selection[wgmma-mixed-gqa16]
 test_sparse_prefill.py::test_attends_to_the_selection[mma-mixed-gqa16]
+test_sparse_prefill.py::test_attends_to_the_selection[wgmma-many-chunks-gqa8]
+test_sparse_prefill.py::test_attends_to_the_selection[mma-whole-gqa16]
+test_sparse_prefill.py::test_query_by_query[mixed-gqa16-bf16]
+test_sparse_prefill.py::test_query_by_query[chunk-ends-gqa8-e4m3]
 test_sparse_prefill.py::test_e4m3_cache[gqa8]
 '
 # Compiled before, not under the sanitizer

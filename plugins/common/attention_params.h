@@ -1,6 +1,7 @@
 #pragma once
 
 #include "common/paged_inputs.h"
+#include "kernels/paged_prefill.h"
 #include "kernels/smxx_paged_decode.h"
 
 // The two attention ops describe their tensors alike: what their kernels for decode rows and for
@@ -38,6 +39,17 @@ Prefill context_params(Attention const& p, RowSplit const& rows, int64_t num_pag
   context.num_tokens = rows.context_tokens;
   context.softmax_scale = p.softmax_scale;
   return context;
+}
+
+// With the fastest kernel of this GPU.
+inline cudaError_t launch_paged_prefill(kernels::PagedPrefillParams const& p, cudaStream_t stream) {
+#ifdef M3_SM90
+  // TMA describes no empty cache.
+  if (p.num_pages > 0 && kernels::has_sm90_paged_prefill(p.num_heads, p.num_kv_heads)) {
+    return kernels::launch_sm90_paged_prefill(p, stream);
+  }
+#endif
+  return kernels::launch_smxx_paged_prefill(p, stream);
 }
 
 }  // namespace m3

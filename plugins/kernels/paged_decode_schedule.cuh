@@ -208,16 +208,19 @@ __device__ __noinline__ inline int2 find_token(PackedTokens tokens, int32_t toke
 // Whole items, one query token and KV head each, in rounds: block or cluster `first` of `step`
 // takes every step-th one. Where the item belongs is read ahead: read() starts it, resolve() takes
 // it.
-class ItemRounds {
+template <bool kContext>
+class RowRounds {
  public:
-  __device__ ItemRounds(PagedDecodeParams const& p, int32_t first, int32_t step)
+  __device__ RowRounds(PagedDecodeParams const& p, int32_t first, int32_t step)
       : p_(p),
         token_(first / p.num_kv_heads),
         head_(first % p.num_kv_heads),
         step_tokens_(step / p.num_kv_heads),
         step_heads_(step % p.num_kv_heads) {}
 
-  __device__ bool done() const { return token_ >= p_.num_decode * p_.q_len; }
+  __device__ bool done() const {
+    return token_ >= (kContext ? p_.num_context : p_.num_decode * p_.q_len);
+  }
   __device__ void next() {
     token_ += step_tokens_;
     head_ += step_heads_;
@@ -230,7 +233,7 @@ class ItemRounds {
   __device__ int32_t end() const { return p_.top_k; }
 
   __device__ int32_t first_token() const {
-    return p_.tokens.num_tokens - p_.num_decode * p_.q_len + token_;
+    return kContext ? token_ : p_.tokens.num_tokens - p_.num_decode * p_.q_len + token_;
   }
   __device__ static constexpr int32_t num_tokens() { return 1; }
   __device__ int32_t head() const { return head_; }
@@ -240,9 +243,12 @@ class ItemRounds {
     return int64_t{first_token()} * p_.num_heads + head_ * group + row;
   }
 
-  // Where the token is when every decode request before it has its q_len tokens.
+  // Where the token is when every decode request before it has its q_len tokens; of context rows,
+  // in the request of the one before.
   __device__ void read() {
-    request_ = max(0, p_.tokens.num_requests - p_.num_decode + token_ / p_.q_len);
+    if constexpr (!kContext) {
+      request_ = max(0, p_.tokens.num_requests - p_.num_decode + token_ / p_.q_len);
+    }
     begin_ = p_.tokens.cu_query_lens[request_];
     end_ = p_.tokens.cu_query_lens[request_ + 1];
     length_ = p_.tokens.sequence_length[request_];
@@ -265,5 +271,7 @@ class ItemRounds {
   int32_t token_, head_, step_tokens_, step_heads_;
   int32_t request_ = 0, begin_ = 0, end_ = 0, length_ = 0;
 };
+
+using ItemRounds = RowRounds<false>;
 
 }  // namespace m3::kernels

@@ -6,6 +6,21 @@
 
 namespace m3::kernels {
 
+constexpr int kPrefillRows = 128;  // query rows of a tile
+
+// Up to 16 neighbouring tokens of a request, of which those with a bit in `tokens` are wanted.
+struct ListedTile {
+  int32_t request, first_token, first_position;
+  uint32_t tokens;
+};
+
+// Tiles of kPrefillRows query rows that the device lists.
+struct TileList {
+  ListedTile const* tiles;  // [count, Hkv]
+  int32_t const* count;
+  int32_t most;
+};
+
 struct PagedPrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
   PackedTokens tokens;
   void const* q;         // bf16 [N, Hq, D]
@@ -17,6 +32,7 @@ struct PagedPrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
   int32_t num_requests;  // the first ones of the step, whose tokens these are:
   int32_t num_tokens;    // the first ones of the step, padding included
   float softmax_scale;
+  TileList only;  // nothing but these rows, of 8 or 16 query heads a KV head; null: all
 };
 
 // Causal attention of context rows over their request's pages, the chunk itself included.

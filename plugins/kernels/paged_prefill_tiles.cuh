@@ -7,8 +7,6 @@
 // the KV head. Tiles never span two requests.
 namespace m3::kernels {
 
-constexpr int kPrefillRows = 128;
-
 struct PrefillTile {
   int32_t request;
   int32_t first_token;
@@ -16,6 +14,15 @@ struct PrefillTile {
   int32_t first_position;  // of the first token; negative when the request claims too few tokens
   // Keys that the last token sees.
   __device__ int32_t length() const { return max(0, first_position + num_tokens); }
+};
+
+// A tile of which only some tokens may be wanted.
+struct WantedTile : PrefillTile {
+  uint32_t wanted;  // bit i: token i is to be written
+
+  __device__ bool wants(int token) const {
+    return token < num_tokens && (wanted >> token % 32 & 1) != 0;
+  }
 };
 
 // Request r owns the slots from cu[r] / tokens + r to those of request r + 1: at least as many as
@@ -45,6 +52,22 @@ __device__ inline PrefillTile prefill_tile(PagedPrefillParams const& p, int tile
   if (first < 0 || first >= count) return {low, 0, 0, 0};
   return {low, cu[low] + first, min(tile_tokens, count - first),
           p.tokens.sequence_length[low] - count + first};
+}
+
+__device__ inline WantedTile listed_tile(PagedPrefillParams const& p, int32_t slot, int head) {
+  ListedTile const tile = p.only.tiles[int64_t{slot} * p.num_kv_heads + head];
+  return {{tile.request, tile.first_token, 32 - __clz(tile.tokens), tile.first_position},
+          tile.tokens};
+}
+
+// How many slots have a tile at most, and theirs, whether they are listed or not.
+__device__ inline int32_t filled_slots(PagedPrefillParams const& p, int tile_tokens) {
+  return p.only.tiles != nullptr ? *p.only.count : prefill_slots(p, tile_tokens);
+}
+__device__ inline WantedTile any_tile(PagedPrefillParams const& p, int tile_tokens, int32_t slot,
+                                      int head) {
+  if (p.only.tiles != nullptr) return listed_tile(p, slot, head);
+  return {prefill_tile(p, tile_tokens, slot), ~0u};
 }
 
 // Tokens behind the real ones, among those of the context rows; by all threads of the grid.

@@ -3,6 +3,7 @@
 
 #include "kernels/mma_sync.cuh"
 #include "kernels/paged_prefill_tiles.cuh"
+#include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_attention_mma.cuh"
 #include "kernels/tensor_map.h"
 #include "kernels/this_device.h"
@@ -55,10 +56,13 @@ __device__ int count_pages(Tile const& tile) {
 
 // The tiles of a block, those with most keys first, of neighbouring KV heads. Every second round
 // goes backwards, so that the blocks' sums come out alike.
+template <bool kListed>
 class TileWalk {
  public:
   __device__ TileWalk(PagedPrefillParams const& p, int tile_tokens)
-      : p_(p), tile_tokens_(tile_tokens), end_(prefill_slots(p, tile_tokens) * p.num_kv_heads) {}
+      : p_(p),
+        tile_tokens_(tile_tokens),
+        end_((kListed ? *p.only.count : prefill_slots(p, tile_tokens)) * p.num_kv_heads) {}
 
   // Without tokens behind the last tile.
   __device__ Tile next() {
@@ -70,12 +74,20 @@ class TileWalk {
       backwards_ = !backwards_;
       if (index >= end_) continue;
       tile.head = index % p_.num_kv_heads;
-      tile.queries = prefill_tile(p_, tile_tokens_, index / p_.num_kv_heads);
+      if constexpr (kListed) {
+        WantedTile const listed = listed_tile(p_, index / p_.num_kv_heads, tile.head);
+        tile.queries = listed;
+        wanted = listed.wanted;
+      } else {
+        tile.queries = prefill_tile(p_, tile_tokens_, index / p_.num_kv_heads);
+      }
       if (tile.queries.num_tokens > 0) return tile;
     }
     tile.queries.num_tokens = 0;
     return tile;
   }
+
+  uint32_t wanted = 0;  // tokens of the last tile, when it was listed
 
  private:
   PagedPrefillParams const& p_;
@@ -85,9 +97,10 @@ class TileWalk {
 
 // One thread: announces the tiles and brings their queries, then keys and values from the last page
 // to the first. The next tile is looked up while the first page of this one is on its way.
+template <bool kListed>
 __device__ void produce(PagedPrefillParams const& p, CUtensorMap const& q_map,
                         CUtensorMap const& kv_map, PrefillShared& shared, int group,
-                        TileWalk walk) {
+                        TileWalk<kListed> walk) {
   Ring queries, ring;
   Tile next = walk.next();
   auto const last_page_of = [&](Tile const& tile) {
@@ -100,6 +113,8 @@ __device__ void produce(PagedPrefillParams const& p, CUtensorMap const& q_map,
     uint32_t const q_full = shared_address(&shared.q_full[queries.stage]);
     sm90::barrier_wait(shared_address(&shared.q_empty[queries.stage]), queries.parity ^ 1);
     shared.tile[queries.stage] = tile;
+    // Who computes a tile asks for its tokens, not for its request.
+    if (kListed) shared.tile[queries.stage].queries.request = walk.wanted;
     int const count = count_pages(tile);
     if (count == 0) {
       sm90::barrier_arrive(q_full);
@@ -353,6 +368,7 @@ __device__ void attend(PrefillShared& shared, PrefillTile const& tile, int count
 
 // Writes the warp's 16 rows and frees the queries: results go through where those lay, so that a
 // row leaves in one piece.
+template <bool kListed>
 __device__ void store_rows(PagedPrefillParams const& p, PrefillShared& shared, Tile const& tile,
                            int log_group, Consumer const& self, State const& state,
                            float const (&out)[64]) {
@@ -387,10 +403,15 @@ __device__ void store_rows(PagedPrefillParams const& p, PrefillShared& shared, T
   for (int i = 0; i < 8; ++i) {
     int const row = first_row + 2 * i + self.lane / 16;
     int const head = (row >> log_group) * p.num_heads + (row & (group - 1));
-    if (row < tile.queries.num_tokens << log_group) to[head * (kHeadSize / 8) + chunk] = pieces[i];
+    bool const is_wanted =
+        kListed ? WantedTile{tile.queries, static_cast<uint32_t>(tile.queries.request)}.wants(
+                      row >> log_group)
+                : row < tile.queries.num_tokens << log_group;
+    if (is_wanted) to[head * (kHeadSize / 8) + chunk] = pieces[i];
   }
 }
 
+template <bool kListed>
 __device__ void consume(PagedPrefillParams const& p, PrefillShared& shared, int group) {
   Consumer self;
   self.index = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0) - 1;  // which ptxas sees is uniform
@@ -413,13 +434,14 @@ __device__ void consume(PagedPrefillParams const& p, PrefillShared& shared, int 
     if (int const count = count_pages(tile); count > 0) {
       attend(shared, tile.queries, count, log_group, scale, self, state, out);
     }
-    store_rows(p, shared, tile, log_group, self, state, out);
+    store_rows<kListed>(p, shared, tile, log_group, self, state, out);
   }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 // Grid: a block for each multiprocessor.
+template <bool kListed>
 __global__ void __launch_bounds__(THREADS, 1)
     prefill_kernel(__grid_constant__ PagedPrefillParams const p,
                    __grid_constant__ CUtensorMap const q_map,
@@ -427,7 +449,11 @@ __global__ void __launch_bounds__(THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<PrefillShared*>(memory);
-  clear_context_padding(p);
+  if constexpr (kListed) {
+    wait_for_previous_kernel();
+  } else {
+    clear_context_padding(p);
+  }
   int const group = p.num_heads / p.num_kv_heads;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
@@ -443,10 +469,11 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (threadIdx.x < WARPGROUP) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;\n");
-    if (threadIdx.x == 0) produce(p, q_map, kv_map, shared, group, TileWalk(p, tile_tokens));
+    if (threadIdx.x == 0)
+      produce(p, q_map, kv_map, shared, group, TileWalk<kListed>(p, tile_tokens));
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;\n");
-    consume(p, shared, group);
+    consume<kListed>(p, shared, group);
   }
 #endif
 }
@@ -459,7 +486,7 @@ bool takes_heads(int32_t num_heads, int32_t num_kv_heads) {
 }  // namespace
 
 bool has_sm90_paged_prefill(int32_t num_heads, int32_t num_kv_heads) {
-  return takes_heads(num_heads, num_kv_heads) && runs_sm90(prefill_kernel);
+  return takes_heads(num_heads, num_kv_heads) && runs_sm90(prefill_kernel<false>);
 }
 
 cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t stream) {
@@ -475,15 +502,22 @@ cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
   if (status != cudaSuccess) return status;
   status = encode_kv_map(kv_map, p.kv_cache, p.num_kv_heads, p.num_pages);
   if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  bool const is_listed = p.only.tiles != nullptr;
+  auto* const kernel = is_listed ? prefill_kernel<true> : prefill_kernel<false>;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 sizeof(PrefillShared));
   if (status != cudaSuccess) return status;
   int processors = 0;
   status = count_processors(processors);
   if (status != cudaSuccess) return status;
-  int const tiles = prefill_slots(p, static_cast<int>(tile_tokens)) * p.num_kv_heads;
-  prefill_kernel<<<std::min(tiles, processors), THREADS, sizeof(PrefillShared), stream>>>(
-      p, q_map, kv_map, static_cast<int>(tile_tokens));
+  auto const tokens = static_cast<int>(tile_tokens);
+  int const slots = is_listed ? p.only.most : prefill_slots(p, tokens);
+  int const blocks = std::min(slots * p.num_kv_heads, processors);
+  if (is_listed) {
+    return launch_behind(kernel, blocks, THREADS, sizeof(PrefillShared), stream, p, q_map, kv_map,
+                         tokens);
+  }
+  kernel<<<blocks, THREADS, sizeof(PrefillShared), stream>>>(p, q_map, kv_map, tokens);
   return cudaGetLastError();
 }
 

@@ -8,19 +8,15 @@
 #include "kernels/this_device.h"
 
 // Thread blocks share the tiles of 64 query rows of a round equally, in the order of the KV blocks,
-// and keep a KV block while they go through its tiles. Three warpgroups take the tiles in turn:
-// one's softmax and stores run under the others' products.
+// and keep a KV block while they go through its tiles. Warpgroups take the tiles in turn: one's
+// softmax and stores run under the others' products.
 namespace m3::kernels {
 namespace {
 
 constexpr int WARPGROUP = 128;
-constexpr int CONSUMERS = 3;
-constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int WARPS = 4;  // of a warpgroup
 constexpr int ROWS = kSparseTileRows;
 constexpr int KEYS = kBlockSize;
-constexpr int KV_STAGES = 2;
-constexpr int Q_STAGES = 2;          // of each consumer
 constexpr int HALF_KV = KEYS * 128;  // bytes of the first or last 64 channels of a KV block
 constexpr int KV_BYTES = 2 * HALF_KV;
 constexpr int EIGHT_ROWS = 8 * kHeadSize * 2;  // of queries: both halves, one behind the other
@@ -35,7 +31,16 @@ struct TileInfo {
   int64_t first_pair;          // of the item's head
 };
 
+// kQueryStages: of each consumer, a warpgroup.
+template <int kConsumers, int kKvStages, int kQueryStages>
 struct __align__(1024) Shared {
+  static constexpr int CONSUMERS = kConsumers;
+  static constexpr int KV_STAGES = kKvStages;
+  static constexpr int Q_STAGES = kQueryStages;
+  static constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
+  // Registers of a thread: three consumers leave 160 for each.
+  static constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
+  static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
   uint8_t k[KV_STAGES][KV_BYTES];
   uint8_t v[KV_STAGES][KV_BYTES];
   uint8_t q[CONSUMERS][Q_STAGES][Q_BYTES];
@@ -45,7 +50,11 @@ struct __align__(1024) Shared {
   uint64_t v_landed;  // values that must be cleared before the consumers may see them
   uint64_t q_full[CONSUMERS][Q_STAGES], q_empty[CONSUMERS][Q_STAGES];
 };
-static_assert(sizeof(Shared) <= 227 * 1024, "a multiprocessor's shared memory");
+using Many = Shared<3, 2, 2>;
+// Where few queries share a block, its keys and values are what takes time.
+using Few = Shared<2, 3, 1>;
+static_assert(sizeof(Many) <= 227 * 1024 && sizeof(Few) <= 227 * 1024,
+              "a multiprocessor's shared memory");
 
 struct Sizes {
   int32_t group;          // query heads of a KV head
@@ -74,11 +83,12 @@ __device__ int32_t field(int32_t record, Field which) {
   return __shfl_sync(~0u, record, which);
 }
 
-// One warp: brings keys and values of the items, and the queries of their tiles. What it reads
+// One warp: brings keys and values of the items, the queries of their tiles, or both. What it reads
 // ahead lies in its lanes: 32 queries, the 32 behind them, and the records of the next two items.
+template <class S, bool kKeys, bool kQueries>
 __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& r,
                         CUtensorMap const& q_map, CUtensorMap const& kv_map, Sizes const& sizes,
-                        Shared& shared) {
+                        S& shared) {
   int const lane = threadIdx.x % 32;
   TileShare const share = tile_share(p, r);
   if (share.begin >= share.end) return;
@@ -91,7 +101,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
     int32_t const i = nth_tile * sizes.tile_queries + lane;
     return i < count ? r.blocks.queries[first + i] : -1;
   };
-  sm90::Ring<KV_STAGES> kv;
+  sm90::Ring<S::KV_STAGES> kv;
   uint32_t landed_parity = 0;
   int32_t index = find_item(p, r, share.begin), ordinal = 0;
   int32_t tile = share.begin;
@@ -108,7 +118,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
         min(share.end, first_tile + (count + sizes.tile_queries - 1) / sizes.tile_queries);
     bool const ends_share = end == share.end;
     int32_t const later_record = ends_share ? 0 : load_record(index + 2);
-    int const idle_warps = max(0, CONSUMERS - (end - tile)) * WARPS;  // never see the item
+    int const idle_warps = max(0, S::CONSUMERS - (end - tile)) * WARPS;  // never see the item
     int const s = kv.stage;
     uint32_t const k_full = ptx::shared_address(&shared.k_full[s]);
     uint32_t const v_full = ptx::shared_address(&shared.v_full[s]);
@@ -117,27 +127,22 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
     uint32_t const v_landed = ptx::shared_address(&shared.v_landed);
     bool const partial = visible < KEYS;
     ptx::barrier_wait(k_empty, kv.parity ^ 1);
-    // So that a consumer that has a tile of this item cannot take the values before for its own.
-    ptx::barrier_wait(v_full, kv.parity ^ 1);
-    if (lane < idle_warps) ptx::barrier_arrive(k_empty);
-    if (lane == 0) {
-      ptx::barrier_expect(k_full, KV_BYTES);
+    // So that a consumer that has a tile of this item cannot take the values before for its own:
+    // it looks at the keys first.
+    if (kKeys) ptx::barrier_wait(v_full, kv.parity ^ 1);
+    if (kKeys && lane < idle_warps) ptx::barrier_arrive(k_empty);
+    auto const load_block = [&](uint8_t* to, uint32_t barrier, int part) {  // keys, values
+      ptx::barrier_expect(barrier, KV_BYTES);
       for (int half = 0; half < 2; ++half) {
-        sm90::load_tile(ptx::shared_address(shared.k[s]) + half * HALF_KV, &kv_map, k_full,
-                        half * 64, head, 0, 2 * page);
+        sm90::load_tile(ptx::shared_address(to) + half * HALF_KV, &kv_map, barrier, half * 64, head,
+                        0, 2 * page + part);
       }
-    }
+    };
+    if (kKeys && lane == 0) load_block(shared.k[s], k_full, 0);
     auto const load_values = [&] {
       ptx::barrier_wait(v_empty, kv.parity ^ 1);
       if (lane < idle_warps) ptx::barrier_arrive(v_empty);
-      if (lane == 0) {
-        uint32_t const barrier = partial ? v_landed : v_full;
-        ptx::barrier_expect(barrier, KV_BYTES);
-        for (int half = 0; half < 2; ++half) {
-          sm90::load_tile(ptx::shared_address(shared.v[s]) + half * HALF_KV, &kv_map, barrier,
-                          half * 64, head, 0, 2 * page + 1);
-        }
-      }
+      if (lane == 0) load_block(shared.v[s], partial ? v_landed : v_full, 1);
       if (partial) {
         ptx::barrier_wait(v_landed, landed_parity);
         landed_parity ^= 1;
@@ -146,6 +151,10 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
       }
     };
 
+    if (!kQueries) {
+      load_values();
+      tile = end;
+    }
     for (int32_t const first = tile; tile < end; ++tile) {
       if (used == 0) {
         tokens = r.first_token + queries / p.top_k;
@@ -165,10 +174,11 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
         queries = next_queries;
         used = 0;
       }
-      int const c = (tile - share.begin) % CONSUMERS, turn = (tile - share.begin) / CONSUMERS;
-      int const stage = turn % Q_STAGES;
+      int const c = (tile - share.begin) % S::CONSUMERS;
+      int const turn = (tile - share.begin) / S::CONSUMERS;
+      int const stage = turn % S::Q_STAGES;
       uint32_t const q_full = ptx::shared_address(&shared.q_full[c][stage]);
-      ptx::barrier_wait(ptx::shared_address(&shared.q_empty[c][stage]), ~(turn / Q_STAGES) & 1);
+      ptx::barrier_wait(ptx::shared_address(&shared.q_empty[c][stage]), ~(turn / S::Q_STAGES) & 1);
       TileInfo& info = shared.info[c][stage];
       if (lane < MAX_QUERIES) {
         info.query[lane] = query;
@@ -176,7 +186,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
       }
       if (lane == 0) {
         info.item = ordinal;
-        info.last = tile + CONSUMERS >= end;
+        info.last = tile + S::CONSUMERS >= end;
         info.first_pair = first_pair_of_head(p, r, head);
       }
       int const present = __popc(__ballot_sync(~0u, query >= 0));
@@ -190,7 +200,7 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
             &q_map, q_full, 0, 0, 0, unit);
       }
       // Behind the queries, for which consumers wait first.
-      if (tile == first) load_values();
+      if (kKeys && tile == first) load_values();
     }
     kv.next();
     record = next_record;
@@ -290,15 +300,17 @@ __device__ void store(SparsePrefillRound const& r, Sizes const& sizes, Tile cons
 }
 
 // A warpgroup, one tile after the other: meanwhile the others keep the tensor cores busy.
+template <class S>
 __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& r,
-                        Sizes const& sizes, Shared& shared) {
+                        Sizes const& sizes, S& shared) {
+  constexpr int CONSUMERS = S::CONSUMERS, KV_STAGES = S::KV_STAGES;
   int const self = uniform(threadIdx.x / WARPGROUP - 1);
   int const warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
   TileShare const share = tile_share(p, r);
   int const count = (share.end - share.begin + CONSUMERS - 1 - self) / CONSUMERS;
   if (count <= 0) return;
   float const scale_log2 = p.softmax_scale * 1.44269504088896341f;
-  sm90::Ring<Q_STAGES> queries;
+  sm90::Ring<S::Q_STAGES> queries;
   auto const wait_tile = [&] {
     ptx::barrier_wait(ptx::shared_address(&shared.q_full[self][queries.stage]), queries.parity);
     TileInfo const& info = shared.info[self][queries.stage];
@@ -365,7 +377,8 @@ __device__ void consume(SparsePrefillParams const& p, SparsePrefillRound const& 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 // Grid: a block for each multiprocessor.
-__global__ void __launch_bounds__(THREADS, 1)
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 1)
     sparse_prefill_kernel(__grid_constant__ SparsePrefillParams const p,
                           __grid_constant__ SparsePrefillRound const round,
                           __grid_constant__ CUtensorMap const q_map,
@@ -373,17 +386,17 @@ __global__ void __launch_bounds__(THREADS, 1)
                           __grid_constant__ Sizes const sizes) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
-  auto& shared = *reinterpret_cast<Shared*>(memory);
+  auto& shared = *reinterpret_cast<S*>(memory);
   if (threadIdx.x == 0) {
-    for (int s = 0; s < KV_STAGES; ++s) {
+    for (int s = 0; s < S::KV_STAGES; ++s) {
       ptx::barrier_init(ptx::shared_address(&shared.k_full[s]), 1);
       ptx::barrier_init(ptx::shared_address(&shared.v_full[s]), 1);
-      ptx::barrier_init(ptx::shared_address(&shared.k_empty[s]), CONSUMERS * WARPS);
-      ptx::barrier_init(ptx::shared_address(&shared.v_empty[s]), CONSUMERS * WARPS);
+      ptx::barrier_init(ptx::shared_address(&shared.k_empty[s]), S::CONSUMERS * WARPS);
+      ptx::barrier_init(ptx::shared_address(&shared.v_empty[s]), S::CONSUMERS * WARPS);
     }
     ptx::barrier_init(ptx::shared_address(&shared.v_landed), 1);
-    for (int c = 0; c < CONSUMERS; ++c) {
-      for (int s = 0; s < Q_STAGES; ++s) {
+    for (int c = 0; c < S::CONSUMERS; ++c) {
+      for (int s = 0; s < S::Q_STAGES; ++s) {
         ptx::barrier_init(ptx::shared_address(&shared.q_full[c][s]), 1);
         ptx::barrier_init(ptx::shared_address(&shared.q_empty[c][s]), WARPS);
       }
@@ -393,16 +406,23 @@ __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   wait_for_previous_kernel();
   if (threadIdx.x < WARPGROUP) {
-    ptx::registers_down<32>();
-    if (threadIdx.x < 32) produce(p, round, q_map, kv_map, sizes, shared);
+    ptx::registers_down<S::PRODUCER_REGISTERS>();
+    if constexpr (S::Q_STAGES > 1) {
+      if (threadIdx.x < 32) produce<S, true, true>(p, round, q_map, kv_map, sizes, shared);
+    } else if (threadIdx.x < 32) {  // keys run further ahead than queries
+      produce<S, true, false>(p, round, q_map, kv_map, sizes, shared);
+    } else if (threadIdx.x < 64) {
+      produce<S, false, true>(p, round, q_map, kv_map, sizes, shared);
+    }
   } else {
-    ptx::registers_up<160>();
+    ptx::registers_up<S::CONSUMER_REGISTERS>();
     consume(p, round, sizes, shared);
   }
 #endif
 }
 
-cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round,
+template <class S>
+cudaError_t launch(SparsePrefillParams const& p, SparsePrefillRound const& round,
                    cudaStream_t stream) {
   auto const heads = static_cast<cuuint64_t>(p.num_heads);
   int32_t const group = p.num_heads / p.num_kv_heads;
@@ -418,26 +438,32 @@ cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round
   if (status != cudaSuccess) return status;
   status = encode_kv_map(kv_map, p.kv_cache, p.num_kv_heads, p.num_pages);
   if (status != cudaSuccess) return status;
-  status = cudaFuncSetAttribute(sparse_prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                sizeof(Shared));
+  auto* const kernel = sparse_prefill_kernel<S>;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(S));
   if (status != cudaSuccess) return status;
   int processors = 0;
   status = count_processors(processors);
   if (status != cudaSuccess) return status;
-  return launch_behind(sparse_prefill_kernel, processors, THREADS, sizeof(Shared), stream, p, round,
-                       q_map, kv_map, sizes);
+  return launch_behind(kernel, processors, S::THREADS, sizeof(S), stream, p, round, q_map, kv_map,
+                       sizes);
+}
+
+cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round,
+                   cudaStream_t stream) {
+  return shares_blocks(p, round.num_tokens) ? launch<Many>(p, round, stream)
+                                            : launch<Few>(p, round, stream);
 }
 
 }  // namespace
 
 bool has_sm90_sparse_prefill() {
-  return runs_sm90(sparse_prefill_kernel);
+  return runs_sm90(sparse_prefill_kernel<Many>);
 }
 
 cudaError_t launch_sm90_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
                                        void* workspace, cudaStream_t stream) {
   if (p.kv_scale != nullptr) return cudaErrorInvalidValue;
-  return run_sparse_prefill(p, rounds, workspace, stream, attend);
+  return run_sparse_prefill(p, rounds, workspace, stream, attend, launch_sm90_paged_prefill);
 }
 
 }  // namespace m3::kernels

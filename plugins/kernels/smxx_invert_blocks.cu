@@ -1,9 +1,8 @@
 #include <algorithm>
 
-#include "kernels/numeric.cuh"
-#include "kernels/packed_tokens.cuh"
+#include "kernels/invert_blocks.cuh"
 #include "kernels/programmatic_launch.cuh"
-#include "kernels/smxx_invert_blocks.h"
+#include "kernels/smxx_invert_chunk.h"
 
 // Three kernels, each over all KV heads. (1) Tiles of up to 128 tokens of one request mark in
 // shared memory which of them chose a block: a mask of 128 bits for each block, which gives a
@@ -17,8 +16,15 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int TILE_TOKENS = 128;
 constexpr int GROUP = 32;            // blocks
-constexpr int MASKED_BLOCKS = 4096;  // that a tile marks at once: 64 KB
+constexpr int MASKED_BLOCKS = 4096;  // that a thread block marks: 64 KB
+constexpr int FEW_TOKENS = 2048;     // up to so many, thread blocks mark so few:
+constexpr int FEW_MASKED_BLOCKS = 1024;
 constexpr int MAX_TOKENS = 1 << 16;  // counts are 16 bits wide
+constexpr int MARK_THREADS = 512;
+constexpr int MARK_WARPS = MARK_THREADS / 32;
+constexpr int MAX_PAIRS = TILE_TOKENS * kMaxTopK / MARK_THREADS;  // of a marking thread
+constexpr int WORDS = TILE_TOKENS / 32;
+constexpr int MIN_WINDOW = 8;
 constexpr size_t ALIGNMENT = 256;
 
 __host__ __device__ int32_t num_slots(int32_t num_tokens, int32_t num_requests) {
@@ -26,21 +32,6 @@ __host__ __device__ int32_t num_slots(int32_t num_tokens, int32_t num_requests) 
 }
 __host__ __device__ int32_t pitch(int32_t max_pages) {
   return (max_pages + GROUP - 1) / GROUP * GROUP;
-}
-
-// The first of a request's tokens in the round, counted from the round's first.
-__device__ int32_t first_of(InvertParams const& p, int32_t request) {
-  int32_t const token = p.tokens.cu_query_lens[request] - p.first_token;
-  return min(max(token, 0), p.num_tokens);
-}
-__device__ int32_t num_blocks(InvertParams const& p, int32_t request) {
-  if (first_of(p, request) >= first_of(p, request + 1)) return 0;
-  int32_t const length = max(0, p.tokens.sequence_length[request]);
-  return min(p.tokens.max_pages, (length + kBlockSize - 1) / kBlockSize);
-}
-// Position of a token of the request, minus the token's index.
-__device__ int32_t position_shift(InvertParams const& p, int32_t request) {
-  return p.tokens.sequence_length[request] - p.tokens.cu_query_lens[request + 1];
 }
 
 struct TokenTile {
@@ -64,99 +55,129 @@ __device__ TokenTile token_tile(InvertParams const& p, int32_t slot) {
   return {low, begin + first, min(TILE_TOKENS, count - first)};
 }
 
-// Exclusive sum over the thread block; `sums` holds a value a warp. `total` is the sum of all.
-__device__ int32_t block_scan(int32_t x, int32_t* sums, int32_t& total) {
-  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int32_t inclusive = x;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    int32_t const other = __shfl_up_sync(~0u, inclusive, offset);
-    if (lane >= offset) inclusive += other;
-  }
-  __syncthreads();  // the sums of an earlier scan have been read
-  if (lane == 31) sums[warp] = inclusive;
-  __syncthreads();
-  int32_t before = 0;
-  total = 0;
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) {
-    if (w < warp) before += sums[w];
-    total += sums[w];
-  }
-  return before + inclusive - x;
-}
-
-__device__ void place_groups(InvertParams const& p, InvertedBlocks const& b) {
-  __shared__ int32_t sums[WARPS];
-  int32_t before = 0;
-  for (int32_t first = 0; first <= p.num_requests; first += THREADS) {
+// Of the requests: groups of blocks and windows that come before.
+__device__ void place_requests(InvertParams const& p, InvertedBlocks const& b) {
+  __shared__ int32_t sums[MARK_WARPS];
+  int32_t groups_before = 0, windows_before = 0;
+  for (int32_t first = 0; first <= p.num_requests; first += MARK_THREADS) {
     int32_t const r = first + threadIdx.x;
-    int32_t const groups = r < p.num_requests ? (num_blocks(p, r) + GROUP - 1) / GROUP : 0;
-    int32_t total;
-    int32_t const at = block_scan(groups, sums, total);
-    if (r <= p.num_requests) b.first_group[r] = before + at;
-    before += total;
+    int32_t groups = 0, windows = 0;
+    if (r < p.num_requests) {
+      int32_t const begin = first_of(p, r), count = first_of(p, r + 1) - begin;
+      groups = (num_blocks(p, r) + GROUP - 1) / GROUP;
+      if (p.window > 0) {
+        int32_t const position = p.first_token + begin + position_shift(p, r);
+        windows = (whole_tokens(p, position, count) + p.window - 1) / p.window;
+      }
+    }
+    int32_t total_groups, total_windows;
+    groups = block_scan<MARK_WARPS>(groups, sums, total_groups);
+    windows = block_scan<MARK_WARPS>(windows, sums, total_windows);
+    if (r <= p.num_requests) {
+      b.first_group[r] = groups_before + groups;
+      b.first_window[r] = windows_before + windows;
+    }
+    groups_before += total_groups;
+    windows_before += total_windows;
   }
   if (threadIdx.x == 0) *b.arrived = 0;
 }
 
-// Grid: (slots, KV heads).
-__global__ void __launch_bounds__(THREADS)
-    mark_kernel(InvertParams const p, InvertedBlocks const b) {
+// Finds the rows that chose all their blocks. `id`: those of the thread's pairs, -1 out of reach.
+__device__ void mark_whole(InvertParams const& p, int32_t const (&id)[MAX_PAIRS], int count,
+                           int32_t first_position, uint32_t (&whole)[WORDS]) {
+  __shared__ uint32_t seen[TILE_TOKENS];
+  int const thread = threadIdx.x;
+  if (thread < TILE_TOKENS) seen[thread] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < MAX_PAIRS; ++j) {
+    if (id[j] >= 0 && id[j] < 32) {
+      atomicOr(seen + (thread + j * MARK_THREADS) / p.top_k, 1u << id[j]);
+    }
+  }
+  __syncthreads();
+  if (thread < TILE_TOKENS) {
+    bool const is =
+        thread < count && sees_all_blocks(first_position + thread, p.top_k, seen[thread]);
+    uint32_t const word = __ballot_sync(~0u, is);
+    if (thread % 32 == 0) whole[thread / 32] = word;
+  }
+  __syncthreads();
+}
+
+// Grid: (slots, KV heads, ranges of `range` blocks).
+__global__ void __launch_bounds__(MARK_THREADS, 2)
+    mark_kernel(InvertParams const p, InvertedBlocks const b, int32_t range) {
   extern __shared__ uint4 masks[];  // bit i of a block: the tile's token i chose it
+  __shared__ uint32_t whole[WORDS];
+  let_next_kernel_start();
   wait_for_previous_kernel();
-  if (blockIdx.x == 0 && blockIdx.y == 0) place_groups(p, b);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) place_requests(p, b);
   TokenTile const tile = token_tile(p, blockIdx.x);
   if (tile.count == 0) return;
   int const head = blockIdx.y;
   int32_t const blocks = num_blocks(p, tile.request);
+  int32_t const base = static_cast<int32_t>(blockIdx.z) * range;
+  if (base > 0 && base >= blocks) return;
   int32_t const first_position = p.first_token + tile.first + position_shift(p, tile.request);
   int64_t const first_token = int64_t{head} * p.tokens.num_tokens + p.first_token + tile.first;
   int32_t const* const ids = p.block_ids + first_token * p.top_k;
   uint8_t* const ranks = b.ranks + (int64_t{head} * p.num_tokens + tile.first) * p.top_k;
-  uint16_t* const counts =
-      b.counts + (int64_t{head} * gridDim.x + blockIdx.x) * pitch(p.tokens.max_pages);
+  int64_t const slot = int64_t{head} * gridDim.x + blockIdx.x;
+  uint16_t* const counts = b.counts + slot * pitch(p.tokens.max_pages);
   int const pairs = tile.count * p.top_k;
 
-  for (int32_t base = 0; base < blocks; base += MASKED_BLOCKS) {
-    int32_t const here = min(MASKED_BLOCKS, blocks - base);
-    for (int i = threadIdx.x; i < here; i += THREADS) masks[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
-    auto const in_reach = [&](int32_t id, int token) {
-      return id >= base && id < base + here && id * kBlockSize <= first_position + token;
-    };
-    for (int i = threadIdx.x; i < pairs; i += THREADS) {
-      int32_t const id = ids[i];
-      int const token = i / p.top_k;
-      if (!in_reach(id, token)) continue;
-      atomicOr(reinterpret_cast<uint32_t*>(masks + id - base) + token / 32, 1u << token % 32);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < pairs; i += THREADS) {
-      int32_t const id = ids[i];
-      int const token = i / p.top_k;
-      if (!in_reach(id, token)) continue;
-      uint4 const mask = masks[id - base];
-      uint32_t const words[4] = {mask.x, mask.y, mask.z, mask.w};
-      int rank = 0;
+  int32_t id[MAX_PAIRS];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        uint32_t const before = w < token / 32 ? ~0u : w > token / 32 ? 0u : (1u << token % 32) - 1;
-        rank += __popc(words[w] & before);
-      }
-      ranks[i] = static_cast<uint8_t>(rank);
-    }
-    for (int i = threadIdx.x; i < here; i += THREADS) {
-      uint4 const mask = masks[i];
-      counts[base + i] =
-          static_cast<uint16_t>(__popc(mask.x) + __popc(mask.y) + __popc(mask.z) + __popc(mask.w));
-    }
-    __syncthreads();
+  for (int j = 0; j < MAX_PAIRS; ++j) {
+    int const i = threadIdx.x + j * MARK_THREADS;
+    id[j] = i < pairs ? ids[i] : -1;
   }
-}
+#pragma unroll
+  for (int j = 0; j < MAX_PAIRS; ++j) {
+    int const token = (threadIdx.x + j * MARK_THREADS) / p.top_k;
+    if (id[j] >= blocks || id[j] * kBlockSize > first_position + token) id[j] = -1;
+  }
+  if (whole_tokens(p, first_position, tile.count) > 0) {
+    mark_whole(p, id, tile.count, first_position, whole);
+    if (threadIdx.x < WORDS && base == 0) b.whole[slot * WORDS + threadIdx.x] = whole[threadIdx.x];
+#pragma unroll
+    for (int j = 0; j < MAX_PAIRS; ++j) {
+      int const token = (threadIdx.x + j * MARK_THREADS) / p.top_k;
+      if (id[j] >= 0 && (whole[token / 32] >> token % 32 & 1) != 0) id[j] = -1;
+    }
+  }
 
-__device__ int32_t tiles_of(InvertParams const& p, int32_t queries) {
-  return (queries + p.tile_queries - 1) / p.tile_queries;
+  int32_t const here = min(range, blocks - base);
+  for (int i = threadIdx.x; i < here; i += MARK_THREADS) masks[i] = make_uint4(0, 0, 0, 0);
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < MAX_PAIRS; ++j) {
+    int const token = (threadIdx.x + j * MARK_THREADS) / p.top_k;
+    if (id[j] < base || id[j] >= base + here) continue;
+    atomicOr(reinterpret_cast<uint32_t*>(masks + id[j] - base) + token / 32, 1u << token % 32);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < MAX_PAIRS; ++j) {
+    int const i = threadIdx.x + j * MARK_THREADS, token = i / p.top_k;
+    if (id[j] < base || id[j] >= base + here) continue;
+    uint4 const mask = masks[id[j] - base];
+    uint32_t const words[WORDS] = {mask.x, mask.y, mask.z, mask.w};
+    int rank = 0;
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) {
+      uint32_t const before = w < token / 32 ? ~0u : w > token / 32 ? 0u : (1u << token % 32) - 1;
+      rank += __popc(words[w] & before);
+    }
+    ranks[i] = static_cast<uint8_t>(rank);
+  }
+  for (int i = threadIdx.x; i < here; i += MARK_THREADS) {
+    uint4 const mask = masks[i];
+    counts[base + i] =
+        static_cast<uint16_t>(__popc(mask.x) + __popc(mask.y) + __popc(mask.z) + __popc(mask.w));
+  }
 }
 
 struct BlockGroup {
@@ -179,34 +200,53 @@ __device__ BlockGroup block_group(InvertParams const& p, InvertedBlocks const& b
 
 // Sums of the groups become what lies before them; by one thread block.
 __device__ void sum_groups(InvertedBlocks const& b, int32_t count) {
+  constexpr int EACH = 4;  // neighbouring groups of a thread
   __shared__ int32_t sums[WARPS];
   GroupStart before{};
-  for (int32_t first = 0; first <= count; first += THREADS) {
-    int32_t const i = first + threadIdx.x;
-    GroupStart const mine = i < count ? b.starts[i] : GroupStart{};
-    GroupStart total, at;
-    at.queries = before.queries + block_scan(mine.queries, sums, total.queries);
-    at.tiles = before.tiles + block_scan(mine.tiles, sums, total.tiles);
-    at.items = before.items + block_scan(mine.items, sums, total.items);
+  for (int32_t first = 0; first <= count; first += EACH * THREADS) {
+    int32_t const own = first + threadIdx.x * EACH;
+    GroupStart group[EACH], sum{}, total;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) group[i] = own + i < count ? b.starts[own + i] : GroupStart{};
+#pragma unroll
+    for (GroupStart const& g : group) {
+      sum.queries += g.queries;
+      sum.tiles += g.tiles;
+      sum.items += g.items;
+    }
+    GroupStart at;
+    at.queries = before.queries + block_scan<WARPS>(sum.queries, sums, total.queries);
+    at.tiles = before.tiles + block_scan<WARPS>(sum.tiles, sums, total.tiles);
+    at.items = before.items + block_scan<WARPS>(sum.items, sums, total.items);
     at.unused = 0;
-    if (i <= count) b.starts[i] = at;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      if (own + i <= count) b.starts[own + i] = at;
+      at.queries += group[i].queries;
+      at.tiles += group[i].tiles;
+      at.items += group[i].items;
+    }
     before.queries += total.queries;
     before.tiles += total.tiles;
     before.items += total.items;
   }
 }
 
-// Grid: thread blocks that share the groups. A warp has a share of the tiles of a group's request,
-// a lane a block.
+// Grid: thread blocks that share the groups. A warp has a group, or with `kShared` a share of the
+// tiles of a group's request; a lane a block.
+template <bool kShared>
 __global__ void __launch_bounds__(THREADS)
     count_kernel(InvertParams const p, InvertedBlocks const b, int32_t slots) {
   __shared__ int32_t segment[WARPS][GROUP];
   __shared__ bool last;
+  let_next_kernel_start();
   wait_for_previous_kernel();
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int const part = kShared ? warp : 0, parts = kShared ? WARPS : 1;
+  int const first = kShared ? blockIdx.x : blockIdx.x * WARPS + warp;
   int32_t const groups = b.first_group[p.num_requests];
   int32_t const width = pitch(p.tokens.max_pages);
-  for (int32_t g = blockIdx.x; g < p.num_kv_heads * groups; g += gridDim.x) {
+  for (int32_t g = first; g < p.num_kv_heads * groups; g += gridDim.x * WARPS / parts) {
     BlockGroup const group = block_group(p, b, groups, g);
     int32_t const block = group.first_block + lane;
     int32_t const page =
@@ -214,8 +254,8 @@ __global__ void __launch_bounds__(THREADS)
     int32_t const begin = first_of(p, group.request);
     int32_t const tokens = first_of(p, group.request + 1) - begin;
     int32_t const tiles = (tokens + TILE_TOKENS - 1) / TILE_TOKENS;
-    int32_t const share = (tiles + WARPS - 1) / WARPS;
-    int32_t const from = warp * share, to = min(tiles, from + share);
+    int32_t const share = (tiles + parts - 1) / parts;
+    int32_t const from = part * share, to = min(tiles, from + share);
     int64_t const slot = int64_t{group.head} * slots + begin / TILE_TOKENS + group.request;
     uint16_t* const counts = b.counts + slot * width + block;
     int32_t sum = 0;
@@ -223,12 +263,15 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll 8
       for (int32_t t = from; t < to; ++t) sum += counts[int64_t{t} * width];
     }
-    segment[warp][lane] = sum;
-    __syncthreads();
-    int32_t before = 0, total = 0;
-    for (int w = 0; w < WARPS; ++w) {
-      if (w < warp) before += segment[w][lane];
-      total += segment[w][lane];
+    int32_t before = 0, total = sum;
+    if (kShared) {
+      segment[warp][lane] = sum;
+      __syncthreads();
+      total = 0;
+      for (int w = 0; w < WARPS; ++w) {
+        if (w < warp) before += segment[w][lane];
+        total += segment[w][lane];
+      }
     }
     if (page >= 0) {
 #pragma unroll 8
@@ -238,7 +281,7 @@ __global__ void __launch_bounds__(THREADS)
         before += count;
       }
     }
-    if (warp == 0) {
+    if (part == 0) {
       int32_t inclusive = total;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
@@ -250,7 +293,7 @@ __global__ void __launch_bounds__(THREADS)
       int32_t const items = __popc(__ballot_sync(~0u, total > 0));
       if (lane == 31) b.starts[g] = {inclusive, attention_tiles, items, 0};
     }
-    __syncthreads();
+    if (kShared) __syncthreads();
   }
   __threadfence();
   __syncthreads();
@@ -259,6 +302,18 @@ __global__ void __launch_bounds__(THREADS)
   if (!last) return;
   __threadfence();
   sum_groups(b, p.num_kv_heads * groups);
+}
+
+// The tile's windows, each by a thread.
+__device__ void list_windows(InvertParams const& p, InvertedBlocks const& b, TokenTile const& tile,
+                             int32_t first_position, uint32_t const* whole, int head) {
+  int const first = threadIdx.x * p.window;
+  if (first >= whole_tokens(p, first_position, tile.count)) return;
+  uint32_t const tokens = whole[first / 32] >> first % 32 & ((1u << p.window) - 1);
+  int32_t const window =
+      b.first_window[tile.request] + (tile.first - first_of(p, tile.request) + first) / p.window;
+  list_window(p, b, b.first_window[p.num_requests], window, head,
+              {tile.request, p.first_token + tile.first + first, first_position + first, tokens});
 }
 
 __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, int32_t slots,
@@ -275,19 +330,45 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
   uint16_t const* const counts =
       b.counts + (int64_t{head} * slots + slot) * pitch(p.tokens.max_pages);
   int const pairs = tile.count * p.top_k;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < pairs; i += THREADS) {
-    int32_t const id = ids[i];
-    int32_t before = -1;
-    if (id >= 0 && id < blocks && id * kBlockSize <= first_position + i / p.top_k) {
-      before = b.blocks[int64_t{first_group} * GROUP + id].y;
+  uint32_t whole[WORDS] = {};
+  if (whole_tokens(p, first_position, tile.count) > 0) {
+    uint32_t const* const words = b.whole + (int64_t{head} * slots + slot) * WORDS;
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) whole[w] = words[w];
+    list_windows(p, b, tile, first_position, words, head);
+  }
+  constexpr int DEPTH = 8;  // pairs of a thread under way at once
+  for (int first = 0; first < pairs; first += DEPTH * THREADS) {
+    int32_t id[DEPTH], at[DEPTH];
+    uint32_t is_whole = 0;  // bit j: pair j's row
+#pragma unroll
+    for (int j = 0; j < DEPTH; ++j) {
+      int const i = first + j * THREADS + threadIdx.x;
+      id[j] = i < pairs ? ids[i] : -1;
     }
-    if (before >= 0) {
-      int32_t const at = b.starts[first_group + id / GROUP].queries + before + counts[id] +
-                         b.ranks[first_pair + i];
-      b.queries[at] = tile.first * p.top_k + i;
-    } else {
-      for (int h = 0; h < p.group; ++h) p.lse[(first_pair + i) * p.group + h] = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < DEPTH; ++j) {
+      int const i = first + j * THREADS + threadIdx.x, token = i / p.top_k;
+      uint32_t const word = token < 32   ? whole[0]
+                            : token < 64 ? whole[1]
+                            : token < 96 ? whole[2]
+                                         : whole[3];
+      is_whole |= (word >> token % 32 & 1) << j;
+      at[j] = -1;
+      if (id[j] >= 0 && id[j] < blocks && id[j] * kBlockSize <= first_position + token &&
+          (is_whole >> j & 1) == 0) {
+        int32_t const before = b.blocks[int64_t{first_group} * GROUP + id[j]].y;
+        int32_t const start = b.starts[first_group + id[j] / GROUP].queries + counts[id[j]];
+        if (before >= 0) at[j] = start + before + b.ranks[first_pair + i];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < DEPTH; ++j) {
+      int const i = first + j * THREADS + threadIdx.x;
+      if (at[j] >= 0) b.queries[at[j]] = tile.first * p.top_k + i;
+      uint32_t const missing = __ballot_sync(~0u, i < pairs && at[j] < 0);
+      uint32_t const begun = __ballot_sync(~0u, (is_whole >> j & 1) != 0 && i % p.top_k == 0);
+      clear_lse(p, first_pair + i - threadIdx.x % 32, missing, begun);
     }
   }
 }
@@ -323,6 +404,7 @@ __device__ void place_items(InvertParams const& p, InvertedBlocks const& b, int3
 // Grid: slots of every KV head, then thread blocks that share the groups.
 __global__ void __launch_bounds__(THREADS)
     fill_kernel(InvertParams const p, InvertedBlocks const b, int32_t slots) {
+  let_next_kernel_start();
   wait_for_previous_kernel();
   int32_t const tiles = slots * p.num_kv_heads;
   if (static_cast<int32_t>(blockIdx.x) < tiles) {
@@ -361,6 +443,10 @@ InvertedBlocks place_inverted_blocks(char*& memory, int32_t num_tokens, int32_t 
   b.starts = carve<GroupStart>(memory, groups + 1);
   b.first_group = carve<int32_t>(memory, num_requests + 1);
   b.counts = carve<uint16_t>(memory, tiles * pitch(max_pages));
+  b.listed = carve<ListedTile>(
+      memory, int64_t{num_kv_heads} * most_windows(num_tokens, num_requests, MIN_WINDOW));
+  b.first_window = carve<int32_t>(memory, num_requests + 1);
+  b.whole = carve<uint32_t>(memory, tiles * WORDS);
   b.ranks = carve<uint8_t>(memory, pairs);
   b.blocks = carve<int2>(memory, groups * GROUP);
   b.arrived = carve<uint32_t>(memory, 1);
@@ -373,18 +459,24 @@ cudaError_t launch_invert_blocks(InvertParams const& p, InvertedBlocks const& bl
   if (p.num_tokens >= MAX_TOKENS || p.top_k > kMaxTopK || p.num_requests > kMaxPrefillRequests) {
     return cudaErrorInvalidValue;
   }
+  if (takes_invert_chunk(p)) return launch_invert_chunk(p, blocks, stream);
   int32_t const slots = num_slots(p.num_tokens, p.num_requests);
-  size_t const mask_bytes = std::min(MASKED_BLOCKS, p.tokens.max_pages) * sizeof(uint4);
+  int32_t const range = p.num_tokens <= FEW_TOKENS ? FEW_MASKED_BLOCKS : MASKED_BLOCKS;
+  size_t const mask_bytes = std::min(range, p.tokens.max_pages) * sizeof(uint4);
+  dim3 const marking(slots, p.num_kv_heads, std::max(1, (p.tokens.max_pages + range - 1) / range));
   cudaError_t status =
       cudaFuncSetAttribute(mark_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            MASKED_BLOCKS * static_cast<int>(sizeof(uint4)));
   if (status != cudaSuccess) return status;
-  status = launch_behind(mark_kernel, dim3(slots, p.num_kv_heads), THREADS, mask_bytes, stream, p,
-                         blocks);
+  status = launch_behind(mark_kernel, marking, MARK_THREADS, mask_bytes, stream, p, blocks, range);
   if (status != cudaSuccess) return status;
   auto const groups = p.num_kv_heads * most_groups(p.num_requests, p.tokens.max_pages);
+  bool const shared = p.num_tokens > WARPS * TILE_TOKENS;
+  int64_t const counting = shared ? groups : (groups + WARPS - 1) / WARPS;
   auto const sharing = static_cast<int32_t>(std::min<int64_t>(groups, 1024));
-  status = launch_behind(count_kernel, std::max(sharing, 1), THREADS, 0, stream, p, blocks, slots);
+  status = launch_behind(shared ? count_kernel<true> : count_kernel<false>,
+                         static_cast<int32_t>(std::clamp<int64_t>(counting, 1, 1024)), THREADS, 0,
+                         stream, p, blocks, slots);
   if (status != cudaSuccess) return status;
   int32_t const emitting = std::max<int32_t>(1, (sharing + WARPS - 1) / WARPS);
   return launch_behind(fill_kernel, slots * p.num_kv_heads + emitting, THREADS, 0, stream, p,

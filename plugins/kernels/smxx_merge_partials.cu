@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(32 * WARPS, 5) merge_kernel(MergeParams const 
 #pragma unroll
   for (float const x : weight) largest = fmaxf(largest, x);
   largest = row_max(largest);
+  if (token < num_real && largest == INFINITY) return;  // all heads of a row alike
 #pragma unroll
   for (float& x : weight) {
     x = token < num_real && x > -INFINITY ? exp2f(x - largest) : 0.f;

@@ -16,7 +16,8 @@ struct MergeParams {
   PackedTokens tokens;
   void const*
       partials;      // bf16 units [heads, num_tokens, top_k, group / 8], each softmax-normalised
-  float const* lse;  // [heads, num_tokens, top_k, group] base 2; -inf: the partial is not read
+  float const* lse;  // [heads, num_tokens, top_k, group] base 2; -inf: the partial is not read,
+                     // +inf: the row is not written
   void* out;         // bf16 [N, Hq * D]
   int32_t num_requests;  // context requests; tokens behind theirs are padding
   int32_t first_token;

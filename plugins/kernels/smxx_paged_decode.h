@@ -38,6 +38,7 @@ struct PagedDecodeParams {  // shapes: N tokens, D = 128
   int32_t num_decode;        // the last num_decode requests, whose tokens are the last
   int32_t q_len;             // num_decode * q_len of the step
   float softmax_scale;
+  int32_t num_context;  // launch_selected_decode: the first tokens instead, unless 0
 };
 
 constexpr int kMaxSelectedBlocks = 32;

@@ -176,9 +176,10 @@ __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<PrefillShared*>(memory);
   clear_context_padding(p);
-  PrefillTile const tile = prefill_tile(p, tile_tokens, blockIdx.y);
-  if (tile.num_tokens == 0) return;
   int const head = blockIdx.x;
+  if (static_cast<int32_t>(blockIdx.y) >= filled_slots(p, tile_tokens)) return;
+  WantedTile const tile = any_tile(p, tile_tokens, blockIdx.y, head);
+  if (tile.num_tokens == 0) return;
   int const group = p.num_heads / p.num_kv_heads;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     for (int h = 0; h < 2; ++h) {
       float const sum = row_sum(state.sum[m][h]);
       int const row = (warp * M + m) * 16 + 8 * h + lane / 4;
-      if (row >= tile.num_tokens * group) continue;
+      if (!tile.wants(row / group)) continue;
       float const factor = sum == 0.f ? 0.f : 1.f / sum;
       int64_t const to =
           int64_t{tile.first_token + row / group} * p.num_heads + head * group + row % group;
@@ -260,7 +261,8 @@ cudaError_t launch_smxx_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
   cudaError_t const status = cudaFuncSetAttribute(
       prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(PrefillShared));
   if (status != cudaSuccess) return status;
-  dim3 const grid(p.num_kv_heads, prefill_slots(p, tile_tokens));
+  dim3 const grid(p.num_kv_heads,
+                  p.only.tiles == nullptr ? prefill_slots(p, tile_tokens) : p.only.most);
   prefill_kernel<<<grid, THREADS, sizeof(PrefillShared), stream>>>(p, tile_tokens);
   return cudaGetLastError();
 }

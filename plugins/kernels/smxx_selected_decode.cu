@@ -25,8 +25,8 @@ struct OwnItems {
   PagedDecodeParams const& p;
   int group;
 
-  template <class Cache>
-  __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
+  template <class Cache, class Items>
+  __device__ void end(Items const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
                       State const& state) {
     merge_teams<Cache, 1>(shared, memory, stage, state,
                           [&](int row, int channel, float, float total, float4 sum) {
@@ -46,8 +46,8 @@ struct JoinedItems {
   int rank, blocks, rows;  // of each block
   int round = 0;
 
-  template <class Cache>
-  __device__ void end(ItemRounds const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
+  template <class Cache, class Items>
+  __device__ void end(Items const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
                       State const& state) {
     int const buffer = round % 2;
     auto const& totals = exchange.totals[buffer];
@@ -92,7 +92,7 @@ struct JoinedItems {
 };
 
 // Selections, an item a cluster. Grid: clusters in rounds over the items.
-template <class Cache, bool kJoins>
+template <class Cache, bool kJoins, bool kContext>
 __global__ void __launch_bounds__(THREADS, 1)
     selected_decode_kernel(__grid_constant__ PagedDecodeParams const p,
                            __grid_constant__ BulkMaps const maps, int group, int stages) {
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
     cluster_arrive();
   }
-  ItemRounds at(p, static_cast<int32_t>(blockIdx.x) / blocks,
-                static_cast<int32_t>(gridDim.x) / blocks);
+  RowRounds<kContext> at(p, static_cast<int32_t>(blockIdx.x) / blocks,
+                         static_cast<int32_t>(gridDim.x) / blocks);
   at.read();
   // What the kernel before has yet to write may be on its way to L2 already.
   int64_t const ids = int64_t{at.head()} * p.tokens.num_tokens + at.first_token();
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   } else if (threadIdx.x >= THREADS - 2) {
     prefetch(p.block_ids + ids * p.top_k + (threadIdx.x == THREADS - 1 ? p.top_k - 1 : 0));
   }
-  ItemRounds ahead = at;
+  RowRounds<kContext> ahead = at;
   ahead.resolve();
   prefetch_table(p, ahead.request(), ahead.length());
   // So far only inputs of the step were used, from here on results of its kernels.
@@ -165,10 +165,10 @@ Rounds rounds_of(int items, int top_k, int processors) {
   return best;
 }
 
-template <class Cache, bool kJoins>
+template <class Cache, bool kJoins, bool kContext>
 cudaError_t launch_rounds(PagedDecodeParams const& p, Rounds const& rounds, int items,
                           cudaStream_t stream) {
-  auto* const kernel = selected_decode_kernel<Cache, kJoins>;
+  auto* const kernel = selected_decode_kernel<Cache, kJoins, kContext>;
   // No more shared memory than a team's slices take.
   using S = Shape<Cache, 1>;
   int const slices = static_cast<int>(ceil_div(p.top_k * S::SLICES, rounds.cluster * S::TEAMS));
@@ -187,13 +187,22 @@ cudaError_t launch_rounds(PagedDecodeParams const& p, Rounds const& rounds, int 
                                 p.num_heads / p.num_kv_heads, stages);
 }
 
+template <class Cache, bool kContext>
+cudaError_t launch_items(PagedDecodeParams const& p, int items, int processors,
+                         cudaStream_t stream) {
+  Rounds const rounds = rounds_of(items, p.top_k, processors);
+  return rounds.cluster == 1 ? launch_rounds<Cache, false, kContext>(p, rounds, items, stream)
+                             : launch_rounds<Cache, true, kContext>(p, rounds, items, stream);
+}
+
 template <class Cache>
 cudaError_t launch(PagedDecodeParams const& p, int processors, cudaStream_t stream) {
+  if (p.num_context > 0) {
+    return launch_items<Cache, true>(p, p.num_context * p.num_kv_heads, processors, stream);
+  }
   int const items = p.num_decode * p.q_len * p.num_kv_heads;
   if (suits_page_decode(items, p.top_k, processors)) return launch_page_decode(p, stream);
-  Rounds const rounds = rounds_of(items, p.top_k, processors);
-  return rounds.cluster == 1 ? launch_rounds<Cache, false>(p, rounds, items, stream)
-                             : launch_rounds<Cache, true>(p, rounds, items, stream);
+  return launch_items<Cache, false>(p, items, processors, stream);
 }
 
 }  // namespace
@@ -201,7 +210,7 @@ cudaError_t launch(PagedDecodeParams const& p, int processors, cudaStream_t stre
 cudaError_t has_clusters(bool& result) {
   int major = 0;
   cudaError_t const status = read_attribute(major, cudaDevAttrComputeCapabilityMajor);
-  result = major >= 9 && compiled_version(selected_decode_kernel<Bf16, true>) >= 90;
+  result = major >= 9 && compiled_version(selected_decode_kernel<Bf16, true, false>) >= 90;
   return status;
 }
 

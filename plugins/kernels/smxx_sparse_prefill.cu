@@ -306,8 +306,10 @@ cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round
 
 cudaError_t launch_smxx_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
                                        void* workspace, cudaStream_t stream) {
-  return run_sparse_prefill(p, rounds, workspace, stream,
-                            p.kv_scale == nullptr ? attend<Bf16> : attend<__nv_fp8_e4m3>);
+  return p.kv_scale == nullptr
+             ? run_sparse_prefill(p, rounds, workspace, stream, attend<Bf16>,
+                                  launch_smxx_paged_prefill)
+             : run_sparse_prefill(p, rounds, workspace, stream, attend<__nv_fp8_e4m3>, nullptr);
 }
 
 }  // namespace m3::kernels

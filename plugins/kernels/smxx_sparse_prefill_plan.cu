@@ -9,9 +9,37 @@ namespace {
 constexpr int64_t PARTIAL_BYTES = 1100000000;  // of a round, about
 constexpr int32_t MAX_ROUND_TOKENS = 16384;
 constexpr int64_t ALIGNMENT = 256;
+// Of sparse_route and shares_blocks: tokens, and queries of a block on average.
+constexpr int32_t FEW_TOKENS = 64;
+constexpr float FEW_QUERIES = 4.f;
+constexpr float SOME_QUERIES = 16.f;
 
 int64_t partial_bytes(int64_t tokens, int64_t heads, int32_t group, int32_t top_k) {
   return tokens * heads * top_k * group * kHeadSize * 2;
+}
+
+// If all blocks of the page tables exist and are chosen alike.
+float queries_of_block(int32_t num_tokens, int32_t num_requests, int32_t max_pages, int32_t top_k) {
+  return static_cast<float>(num_tokens) * top_k / num_requests / max_pages;
+}
+
+// Rows of the round that see all their blocks.
+PagedPrefillParams whole_rows(SparsePrefillParams const& p, InvertParams const& invert,
+                              InvertedBlocks const& blocks) {
+  PagedPrefillParams dense{};
+  dense.tokens = p.tokens;
+  dense.q = p.q;
+  dense.kv_cache = p.kv_cache;
+  dense.out = p.out;
+  dense.num_heads = p.num_heads;
+  dense.num_kv_heads = p.num_kv_heads;
+  dense.num_pages = p.num_pages;
+  dense.num_requests = p.num_requests;
+  dense.num_tokens = p.num_tokens;
+  dense.softmax_scale = p.softmax_scale;
+  dense.only = {blocks.listed, blocks.first_window + p.num_requests,
+                most_windows(invert.num_tokens, p.num_requests, invert.window)};
+  return dense;
 }
 
 }  // namespace
@@ -20,6 +48,19 @@ bool takes_sparse_prefill(int32_t num_heads, int32_t num_kv_heads, int32_t num_r
                           int32_t top_k) {
   return (num_heads == 8 * num_kv_heads || num_heads == 16 * num_kv_heads) &&
          num_requests <= kMaxPrefillRequests && top_k >= 1 && top_k <= kMaxTopK;
+}
+
+SparseRoute sparse_route(int32_t num_tokens, int32_t num_requests, int32_t max_pages,
+                         int32_t top_k) {
+  if (num_requests > 0 && num_tokens <= FEW_TOKENS &&
+      queries_of_block(num_tokens, num_requests, max_pages, top_k) <= FEW_QUERIES) {
+    return SparseRoute::kRows;
+  }
+  return max_pages <= top_k ? SparseRoute::kDense : SparseRoute::kBlocks;
+}
+
+bool shares_blocks(SparsePrefillParams const& p, int32_t num_tokens) {
+  return queries_of_block(num_tokens, p.num_requests, p.tokens.max_pages, p.top_k) > SOME_QUERIES;
 }
 
 SparsePrefillRounds sparse_prefill_rounds(int32_t num_tokens, int32_t num_heads,
@@ -45,7 +86,8 @@ size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t n
 }
 
 cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
-                               void* workspace, cudaStream_t stream, LaunchSparseRound attend) {
+                               void* workspace, cudaStream_t stream, LaunchSparseRound attend,
+                               LaunchWholeRows attend_whole) {
   if (p.num_tokens == 0) return cudaSuccess;
   if (!takes_sparse_prefill(p.num_heads, p.num_kv_heads, p.num_requests, p.top_k)) {
     return cudaErrorInvalidValue;
@@ -77,9 +119,14 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
     invert.top_k = p.top_k;
     invert.tile_queries = kSparseTileRows / group;
     invert.group = group;
+    invert.window = attend_whole == nullptr ? 0 : kPrefillRows / group;
     invert.lse = lse;
     cudaError_t status = launch_invert_blocks(invert, round.blocks, stream);
     if (status != cudaSuccess) return status;
+    if (invert.window > 0 && p.num_requests > 0) {
+      status = attend_whole(whole_rows(p, invert, round.blocks), stream);
+      if (status != cudaSuccess) return status;
+    }
     for (int32_t head = 0; head < p.num_kv_heads; head += rounds.heads) {
       round.first_head = head;
       round.num_heads = std::min(rounds.heads, p.num_kv_heads - head);

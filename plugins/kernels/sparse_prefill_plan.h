@@ -22,8 +22,15 @@ struct SparsePrefillRound {
 using LaunchSparseRound = cudaError_t (*)(SparsePrefillParams const&, SparsePrefillRound const&,
                                           cudaStream_t);
 
-// Inverts, attends and merges, round by round.
+using LaunchWholeRows = cudaError_t (*)(PagedPrefillParams const&, cudaStream_t);
+
+// Whether so many tokens are likely to meet in the blocks of the page tables.
+bool shares_blocks(SparsePrefillParams const& p, int32_t num_tokens);
+
+// Inverts, attends and merges, round by round. Rows that see all their blocks go to `attend_whole`,
+// which may be null.
 cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
-                               void* workspace, cudaStream_t stream, LaunchSparseRound attend);
+                               void* workspace, cudaStream_t stream, LaunchSparseRound attend,
+                               LaunchWholeRows attend_whole);
 
 }  // namespace m3::kernels

@@ -3,7 +3,6 @@
 #include "common/attention_params.h"
 #include "common/creator.h"
 #include "common/paged_inputs.h"
-#include "kernels/paged_prefill.h"
 #include "kernels/smxx_paged_attention.h"
 #include "kernels/smxx_paged_decode.h"
 
@@ -18,16 +17,6 @@ enum Input : int32_t {
   kDecodeRows = kPacked + kPackedInputs,
   kKvScale,
 };
-
-cudaError_t launch_prefill(kernels::PagedPrefillParams const& p, cudaStream_t stream) {
-#ifdef M3_SM90
-  // TMA describes no empty cache.
-  if (p.num_pages > 0 && kernels::has_sm90_paged_prefill(p.num_heads, p.num_kv_heads)) {
-    return kernels::launch_sm90_paged_prefill(p, stream);
-  }
-#endif
-  return kernels::launch_smxx_paged_prefill(p, stream);
-}
 
 }  // namespace
 
@@ -89,7 +78,7 @@ void PagedAttentionPlugin::enqueue_step(Step const& step) const {
   if ((split || rows.num_decode == 0) && cache_type == nvinfer1::DataType::kBF16) {
     auto const context =
         context_params<kernels::PagedPrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
-    check_launch(launch_prefill(context, step.stream), "paged_prefill");
+    check_launch(launch_paged_prefill(context, step.stream), "paged_prefill");
   } else {
     check_launch(kernels::launch_paged_attention(p, step.stream), "paged_attention");
   }

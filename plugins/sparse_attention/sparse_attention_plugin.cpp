@@ -6,6 +6,7 @@
 #include "common/creator.h"
 #include "common/paged_inputs.h"
 #include "kernels/smxx_paged_decode.h"
+#include "kernels/smxx_selected_decode.h"
 #include "kernels/smxx_sparse_attention.h"
 #include "kernels/sparse_prefill.h"
 
@@ -36,6 +37,11 @@ bool inverts_blocks(nvinfer1::DataType q_type, Dims const& q, Dims const& kv_cac
          kernels::takes_sparse_prefill(static_cast<int32_t>(q.d[1]), kv_heads(kv_cache),
                                        static_cast<int32_t>(requests),
                                        static_cast<int32_t>(block_ids.d[2]));
+}
+
+// Whether the dense kernels take the rows.
+bool sees_dense(nvinfer1::DataType q, nvinfer1::DataType kv_cache, int32_t top_k) {
+  return q == nvinfer1::DataType::kBF16 && kv_cache == nvinfer1::DataType::kBF16 && top_k <= 32;
 }
 
 cudaError_t launch_prefill(kernels::SparsePrefillParams const& p, void* workspace,
@@ -125,17 +131,33 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   bool const split =
       splits_decode(step.in[kQ].type, step.in[kKvCache].type, step.in[kBlockIds].dims) &&
       kernels::has_paged_decode();
+  kernels::PagedDecodeParams decode = decode_params(
+      p, rows, kernels::view_of_virtual_pages(p.kv_cache, p.num_kv_heads, cache_type));
+  decode.block_ids = p.block_ids;
+  decode.top_k = p.top_k;
   if (split) {
     p.num_rows = rows.context_tokens;
-    kernels::PagedDecodeParams decode = decode_params(
-        p, rows, kernels::view_of_virtual_pages(p.kv_cache, p.num_kv_heads, cache_type));
-    decode.block_ids = p.block_ids;
-    decode.top_k = p.top_k;
     check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
   }
-  if ((split || rows.num_decode == 0) &&
-      inverts_blocks(step.in[kQ].type, q, step.in[kKvCache].dims, step.in[kBlockIds].dims,
-                     rows.context_requests)) {
+  if (p.num_rows == 0) return;
+  kernels::SparseRoute const route = kernels::sparse_route(
+      rows.context_tokens, rows.context_requests, p.tokens.max_pages, p.top_k);
+  bool clusters = false;
+  if (split && route == kernels::SparseRoute::kRows) {
+    check_launch(kernels::has_clusters(clusters), "has_clusters");
+  }
+  if (clusters) {
+    decode.num_context = rows.context_tokens;
+    check_launch(kernels::launch_selected_decode(decode, step.stream), "selected_decode");
+  } else if ((split || rows.num_decode == 0) && route == kernels::SparseRoute::kDense &&
+             sees_dense(step.in[kQ].type, step.in[kKvCache].type, p.top_k)) {
+    auto const context =
+        context_params<kernels::PagedPrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
+    check_launch(launch_paged_prefill(context, step.stream), "paged_prefill");
+    check_launch(kernels::launch_partial_rows(p, step.stream), "partial_rows");
+  } else if ((split || rows.num_decode == 0) &&
+             inverts_blocks(step.in[kQ].type, q, step.in[kKvCache].dims, step.in[kBlockIds].dims,
+                            rows.context_requests)) {
     auto context =
         context_params<kernels::SparsePrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
     context.kv_scale = p.kv_scale;

@@ -157,6 +157,29 @@ def test_skips_sentinels_anywhere_and_rows_without_blocks() -> None:
 @pytest.mark.gpu
 @pytest.mark.full
 @gpu
+@pytest.mark.parametrize("cache", ["bf16", "e4m3"])
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param([Request(20, 20_000)], id="rows"),
+        pytest.param([Request(150, 1500), Request(1, 1)], id="dense"),
+        pytest.param([Request(90, 5000), Request(80, 2100)], id="blocks"),
+    ],
+)
+def test_every_route_of_context_rows(context: list[Request], cache: str) -> None:
+    batch = make_step(context)
+    inputs = inputs_of(batch, "bf16", cache, 32, 2)
+    ids = choose(batch, 2, TOP_K)
+    ids[:, ::3, 0] = -1
+    ids[0, 5] = -1
+    inputs["block_ids"] = ids
+    out = harness.run(node("bf16", cache, 32, 2), inputs)["out"]
+    check(batch, inputs, out, "bf16", cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
 def test_all_blocks_selected_is_dense_attention_bit_for_bit() -> None:
     batch = make_step([Request(64, 600)], [2048, 1, 129], padded_rows=1)
     inputs = inputs_of(batch, "f32", "f32", 32, 2)

@@ -77,19 +77,35 @@ class Case:
         self.context = step.num_tokens - decode[0] * decode[1]
         self.real = min(self.context, step.num_real)
 
-    def run(self, library: Any, wgmma: bool, rounds: tuple[int, int] = (0, 0)) -> torch.Tensor:
+    def batch(self) -> kernels.Batch:
         step, packed = self.step, self.step.inputs
         names = ("cu_query_lens", "sequence_length", "kv_cache_block_offsets")
+        tensors = (packed[name].cuda() for name in names)
         decode = packed["decode_rows"].shape
-        batch = kernels.Batch(
-            *(packed[name].cuda() for name in names), step.num_tokens, *decode, step.num_pages
+        return kernels.Batch(*tensors, step.num_tokens, *decode, step.num_pages)
+
+    def run(self, library: Any, wgmma: bool, rounds: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        """Block by block."""
+        inputs = (self.q, self.pool, self.ids)
+        return self.repeat(
+            kernels.sparse_prefill(library, self.batch(), *inputs, wgmma, rounds, self.scale)
         )
-        call = kernels.sparse_prefill(
-            library, batch, self.q, self.pool, self.ids, wgmma, rounds, self.scale
-        )
+
+    def run_rows(self, library: Any) -> torch.Tensor:
+        """Query by query."""
+        inputs = (self.q, self.pool, self.ids)
+        return self.repeat(kernels.selected_rows(library, self.batch(), *inputs, self.scale))
+
+    def run_dense(self, library: Any, wgmma: bool) -> torch.Tensor:
+        """All blocks of all rows, then the rows that did not choose them all."""
+        inputs = (self.q, self.pool, self.ids)
+        return self.repeat(kernels.dense_rows(library, self.batch(), *inputs, wgmma))
+
+    def repeat(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
         out = call().clone()
         for _ in range(2):
             assert harness.same_bits(call(), out), "the bits differ between runs"
+        assert not torch.isfinite(out[self.context :]).any(), "decode rows were written"
         return out[: self.context]
 
     def reference(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -144,6 +160,12 @@ STEPS: dict[str, Callable[[], Step]] = {
     "mixed": lambda: make_step(
         [Request(3, 3), Request(0, 0), Request(100, 700)], [130, 2, 2049], q_len=2, padded_rows=2
     ),
+    "whole": lambda: make_step(
+        [Request(300, 2200), Request(7, 7), Request(61, 2060), Request(130, 2049), Request(9, 2047)]
+    ),
+    "short": lambda: make_step(
+        [Request(n, 1800) for n in (1, 100, 700)], [130, 2], q_len=2, padded_rows=2
+    ),
     "all-padding": lambda: make_step([], padded_tokens=9),
     "empty": lambda: make_step([]),
 }
@@ -197,3 +219,76 @@ def test_a_chunk_and_its_continuation(library: Any, wgmma: bool) -> None:
 def test_e4m3_cache(library: Any, shape: str) -> None:
     case = Case(make_step([Request(300, 5000), Request(129, 129)]), shape, cache="e4m3")
     case.check(case.run(library, wgmma=False))
+
+
+@pytest.mark.parametrize("shape", ["gqa16", "gqa8"])
+def test_rows_that_see_all_blocks_have_the_bits_of_dense_attention(
+    library: Any, shape: str, wgmma: bool
+) -> None:
+    """Up to position 2,047 the 16 blocks are all there are, wherever -1 stands in between."""
+    case = Case(make_step([Request(700, 2300), Request(90, 90)], padded_tokens=3), shape)
+    positions = torch.tensor([position for _, position in case.step.tokens])
+    case.ids = case.ids[..., torch.randperm(TOP_K)].contiguous()
+    case.ids[0, 5, case.ids[0, 5] == 3] = -1  # one head of one row misses a block
+    out = case.run(library, wgmma)
+    dense = kernels.prefill(library, case.batch(), case.q, case.pool, wgmma)()
+    whole = (positions < TOP_K * BLOCK).cuda()
+    whole[5] = False
+    assert harness.same_bits(out[: case.real][whole], dense[: case.real][whole])
+    half = out.shape[1] // case.kv_heads
+    assert not harness.same_bits(out[5, :half], dense[5, :half])
+    assert harness.same_bits(out[5, half:], dense[5, half:])
+    case.check(out)
+
+
+def test_small_chunks_are_inverted_like_large_ones(library: Any, wgmma: bool) -> None:
+    """A request has the bits that it has among 40 others, whose inversion takes three kernels."""
+    alone, among = (
+        Case(make_step([Request(600, 4000)] + [Request(3, 3)] * others, seed=4), "gqa16")
+        for others in (0, 40)
+    )
+    among.q[:600] = alone.q
+    among.ids[:, :600] = alone.ids
+    pages = [alone.step.pages[0], among.step.pages[0]]
+    among.pool[pages[1]] = alone.pool[pages[0]]
+    assert harness.same_bits(
+        among.run(library, wgmma)[:600].contiguous(), alone.run(library, wgmma)
+    )
+
+
+@pytest.mark.parametrize("cache", ["bf16", "e4m3"])
+@pytest.mark.parametrize("shape", GROUPS)
+@pytest.mark.parametrize("step", [name for name in STEPS if name not in ("all-padding", "empty")])
+def test_query_by_query(library: Any, step: str, shape: str, cache: str) -> None:
+    case = Case(STEPS[step](), shape, "holes", cache)
+    case.check(case.run_rows(library))
+
+
+@pytest.mark.parametrize("kind", ["cold", "holes"])
+@pytest.mark.parametrize("shape", GROUPS)
+@pytest.mark.parametrize("step", ["lengths", "many-chunks", "short"])
+def test_dense_rows(library: Any, step: str, shape: str, kind: str, wgmma: bool) -> None:
+    case = Case(STEPS[step](), shape, kind)
+    case.check(case.run_dense(library, wgmma))
+
+
+@pytest.mark.parametrize(
+    ("requests", "columns", "route"),
+    [
+        pytest.param([(64, 2112)], 17, "blocks", id="64-on-2k"),
+        pytest.param([(64, 32_768)], 256, "rows", id="64-on-32k"),
+        pytest.param([(64, 32_640)], 255, "blocks", id="64-on-less"),
+        pytest.param([(65, 1_048_576)], 8192, "blocks", id="65-on-1M"),
+        pytest.param([(40, 40_000), (24, 100)], 8192, "rows", id="two"),
+        pytest.param([(1, 1)], 16, "rows", id="one"),
+        pytest.param([(2048, 2048)], 16, "dense", id="2k-on-0"),
+        pytest.param([(2048, 2048)], 17, "blocks", id="2k-on-0-with-room"),
+        pytest.param([(8192, 8192)], 64, "blocks", id="8k-on-0"),
+        pytest.param([], 300, "blocks", id="none"),
+    ],
+)
+def test_route(library: Any, requests: list[tuple[int, int]], columns: int, route: str) -> None:
+    """By the number of tokens and the width of the page table alone."""
+    lengths, new = [length for _, length in requests], [count for count, _ in requests]
+    batch = kernels.Batch.make(lengths, new, max_pages=columns)
+    assert kernels.route(library, batch, 64, 4, TOP_K) == route
