@@ -29,6 +29,20 @@ ROOFLINE = {
     "prefill_attention": ("prefill, attention", "D"),
 }
 
+CHUNKS = (
+    (8192, 0),
+    (16384, 31360),
+    (1404, 45440),
+    (8192, 61440),
+    (338, 74240),
+    (10295, 75520),
+    (16384, 131072),
+    (16384, 157440),
+    (512, 1 << 20),
+    (16384, 1 << 20),
+)
+"""New tokens and prefix of the chunks that are shown."""
+
 
 def matching(records: Sequence[Record], **wanted: Any) -> list[Record]:
     """Measured records whose case has these values."""
@@ -73,8 +87,9 @@ def _context(record: Record) -> int:
 
 
 def prefill_figure(axes: Any, records: Sequence[Record]) -> None:
-    """Time of every chunk's selection and attention, by its prefix."""
-    chosen = sorted(matching(records, **TP1), key=lambda r: int(r["case"]["prefix"]))
+    """Time of selection and attention of some chunks, by their prefix."""
+    found = {(r["case"]["new"], r["case"]["prefix"]): r for r in matching(records, **TP1)}
+    chosen = [found[chunk] for chunk in CHUNKS if chunk in found]
     width = 0.8 / len(STYLES)
     for i, (name, (_, color)) in enumerate(STYLES.items()):
         bars = [(x, times(r)[name] * 1e3) for x, r in enumerate(chosen) if name in times(r)]

@@ -110,7 +110,7 @@ def order(record: Record) -> tuple[Any, ...]:
 def read_back(results: Path = RESULTS) -> str:
     """Which records are not what a bench wrote, and why."""
     names = {path.stem for path in results.glob("*.jsonl")}
-    found = [n for n in sorted(names) if any("source" in r for r in load_all(n, results))]
+    found = [n for n in sorted(names) if any("source" in r for r in load(n, results))]
     if not found:
         return ""
     text = (

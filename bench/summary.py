@@ -10,6 +10,8 @@ from m3trt.bench.records import RESULTS, Record, duration, load, load_all, token
 
 PLAIN_MSA = "39bafd6b8bbe"
 """The last commit recorded with the plain MSA kernels."""
+LAYERS = 60
+"""Of the released model; each has two all-reduces."""
 TP1 = {"q_heads": 64, "kv_heads": 4, "dtype": "bfloat16"}
 BATCHES, CONTEXTS = (1, 8, 32), (8192, 131072, 1 << 20)
 CHUNKS = ((8192, 0), (8192, 61440), (16384, 31360), (16384, 131072), (512, 1 << 20))
@@ -105,30 +107,45 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def dense_sentence(records: Sequence[Record]) -> str:
-    """Dense attention beside FlashAttention-3 and cuDNN, each in its own run."""
+    """Dense attention beside FlashAttention-3 and cuDNN, each in its own run of the last commit."""
+    last = [record for record in records if record["commit"] == records[-1]["commit"]]
 
-    def ratios(name: str, step: str, dtype: str) -> list[float]:
-        found = []
-        for record in records:
-            values, beside = record["case"].values(), record.get("baselines") or {}
-            if step in values and dtype in values and "smxx" not in values and name in beside:
-                found.append(beside[name] / record["seconds"])
-        return found
+    def ratios(name: str, phase: str, dtype: str) -> list[float]:
+        wanted = {"phase": phase, "dtype": dtype}
+        return [
+            record["baselines"][name] / record["seconds"]
+            for record in last
+            if wanted.items() <= record["case"].items()
+            and record["case"].get("kernel") != "smxx"
+            and name in record["baselines"]
+        ]
 
     fa3 = msa_report.DENSE
+    parts = (
+        ("decode {} the speed of " + fa3, ratios(fa3, "decode", "bfloat16")),
+        ("with e4m3 caches {}", ratios(fa3, "decode", "float8_e4m3")),
+        ("prefill {}", ratios(fa3, "prefill", "bfloat16")),
+        ("and {} of cuDNN's", ratios("torch cuDNN SDPA", "prefill", "bfloat16")),
+    )
     return (
-        f"**Dense attention**: decode {_range(ratios(fa3, 'decode', 'bfloat16'))} the speed of"
-        f" {fa3}, with e4m3 caches {_range(ratios(fa3, 'decode', 'float8_e4m3'))}; prefill"
-        f" {_range(ratios(fa3, 'prefill', 'bfloat16'))},"
-        f" and {_range(ratios('torch cuDNN SDPA', 'prefill', 'bfloat16'))} of cuDNN's."
+        "**Dense attention**: "
+        + ", ".join(text.format(_range(found)) for text, found in parts if found)
+        + "."
     )
 
 
+def plain_msa(record: Record) -> bool:
+    """Whether the plain MSA kernels ran: those of the last commit that had no others, or a library
+    of today with them in place of the fast ones."""
+    return record["commit"] == PLAIN_MSA or record["case"].get("msa_kernels") == "plain"
+
+
 def before_and_after(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Records of the last commit with the plain MSA kernels, and all later ones, newest first."""
+    """Records with the plain MSA kernels, and all later ones without, each newest first."""
     last = max((i for i, r in enumerate(records) if r["commit"] == PLAIN_MSA), default=-1)
-    plain = [record for record in records if record["commit"] == PLAIN_MSA]
-    return steps(plain), steps(records[:last:-1])
+    plain = [record for record in records if plain_msa(record)]
+    later = [record for record in records[last + 1 :] if not plain_msa(record)]
+    return steps(plain[::-1]), steps(later[::-1])
 
 
 def rank_sentence(records: Sequence[Record]) -> str:
@@ -140,44 +157,71 @@ def rank_sentence(records: Sequence[Record]) -> str:
 
 
 def two_gpus_sentence(records: Sequence[Record]) -> str:
-    """The slice on one GPU and on two."""
+    """The slice on one GPU and on two, both as they were at one commit."""
+    both = find(records, model="slice", tp_size=2)
+    if both is None:
+        return ""
+    same = [record for record in records if record["commit"] == both["commit"]]
 
     def times(**wanted: object) -> str:
-        found = [find(records, model="slice", tp_size=size, **wanted) for size in (1, 2)]
+        found = [find(same, model="slice", tp_size=size, **wanted) for size in (1, 2)]
         return " → ".join(duration(record["seconds"] if record else None) for record in found)
 
-    if not find(records, model="slice", tp_size=2):
-        return ""
     decode = ", ".join(times(step="decode", context=61440, batch=batch) for batch in BATCHES)
     prefill = times(step="prefill", context=0)
-    return f" One GPU → two (TP 2): decode on 60k {decode}; prefill of 8k {prefill}."
+    return (
+        f"**One GPU → two** (TP 2, NVLink, {both['commit']}): decode of the slice on 60k at batch"
+        f" {', '.join(map(str, BATCHES))}: {decode}; prefill of 8k {prefill}."
+    )
+
+
+def _changes(records: Sequence[Record], **wanted: object) -> str:
+    """`before → after` of a step, with the plain MSA kernels and now."""
+    found = [find(part, **wanted) for part in before_and_after(records)]
+    return " → ".join(duration(record["seconds"] if record else None) for record in found)
 
 
 def steps_sentence(records: Sequence[Record]) -> str:
-    """The slice before and after the MSA kernels, the rank."""
-    plain, later = before_and_after(records)
-
-    def change(**wanted: object) -> str:
-        before, after = (find(part, **wanted) for part in (plain, later))
-        times = [record["seconds"] if record else None for record in (before, after)]
-        return " → ".join(duration(seconds) for seconds in times)
-
+    """The slice before and after the MSA kernels."""
+    _, later = before_and_after(records)
     one = {"model": "slice", "tp_size": 1}
-    wanted = one | {"step": "decode", "context": 131072}
-    decode = ", ".join(change(**wanted, batch=batch) for batch in BATCHES)
-    commit = later[0]["commit"] if later else "none"
-    text = (
+    long = one | {"step": "decode", "context": 131072}
+    full = one | {"step": "decode", "context": 8192, "batch": 128}
+    decode = ", ".join(_changes(records, **long, batch=batch) for batch in BATCHES)
+    return (
         f"**Whole steps** of one dense and five sparse layers at TP 1, {PLAIN_MSA} (plain MSA"
-        f" kernels) → {commit}. Decode on 128k at batch {', '.join(map(str, BATCHES))}: {decode};"
-        f" prefill of 8k {change(**one, step='prefill', context=0)}."
+        f" kernels) → {later[0]['commit'] if later else 'none'}. Decode on 128k at batch"
+        f" {', '.join(map(str, BATCHES))}: {decode}; prefill of 8k"
+        f" {_changes(records, **one, step='prefill', context=0)}; batch 128 on 8k, with nothing but"
+        f" the MSA kernels exchanged, {_changes(records, **full)}."
     )
-    text += two_gpus_sentence(later)
-    if rank := find([*later, *plain], model="rank", step="decode", batch=1):
+
+
+def rank_steps_sentence(records: Sequence[Record], collectives: Sequence[Record]) -> str:
+    """The TP 8 rank before and after, and what its all-reduces would add."""
+    _, later = before_and_after(records)
+    rank = {"model": "rank", "context": 61440}
+    if find(records, **rank) is None:
+        return ""
+    decode = ", ".join(_changes(records, **rank, step="decode", batch=batch) for batch in BATCHES)
+    text = (
+        f"**One TP 8 rank** with all 60 layers, without its all-reduces: decode on 60k at batch"
+        f" {', '.join(map(str, BATCHES))}: {decode}; a chunk of 16k on 60k"
+        f" {_changes(records, **rank, step='prefill')}."
+    )
+    if done := find(later, **rank, step="generate"):
+        text += f" {done['tokens']} tokens one after another: {duration(done['seconds'])} each."
+    reduced = next(
+        (r for r in collectives if r["case"].items() >= {"op": "all_reduce", "rows": 1}.items()),
+        None,
+    )
+    if reduced:
+        added = 2 * LAYERS * reduced["estimates"]["tp 8"]
         text += (
-            f" {rank_sentence(records)} All 60 layers, batch 1 on 60k, all-reduces left out:"
-            f" {duration(rank['seconds'])}."
+            f" Not measured: {2 * LAYERS} all-reduces of a token among eight GPUs, by the time of"
+            f" two as a ring {duration(added)}."
         )
-    return text
+    return f"{text} {rank_sentence(records)}".rstrip()
 
 
 def section(results: Path = RESULTS) -> str:
@@ -190,6 +234,8 @@ def section(results: Path = RESULTS) -> str:
         moe_sentence(load("moe", results)),
         dense_sentence(load_all("paged_attention", results)),
         steps_sentence(load_all("slice", results)),
+        rank_steps_sentence(load_all("slice", results), load("collectives", results)),
+        two_gpus_sentence(before_and_after(load_all("slice", results))[1]),
     ]
     picture = "msa_decode.png"
     note = f"{msa_report.note([*decode, *prefill])}; bf16, TP 1; in brackets their time over ours"
@@ -199,7 +245,7 @@ def section(results: Path = RESULTS) -> str:
             decode_table(decode),
             wrapped("**MSA of one layer in a prefill chunk**:"),
             prefill_table(prefill),
-            "".join(wrapped(f"* {text}", "  ") for text in bullets),
+            "".join(wrapped(f"* {text}", "  ") for text in bullets if text),
             f"![{msa_report.PICTURES[picture]}](bench/results/{picture})\n",
             "All cases, e4m3 caches, ranks, commits: [bench/results](bench/results/README.md).\n",
         ]
