@@ -44,6 +44,26 @@ Params context_rows(Step const& s, void const* q, void const* kv_cache, int32_t 
   return p;
 }
 
+// Without rows yet. The cache is e4m3 when there is a scale, else bf16.
+PagedDecodeParams decode_params(Step const& s, void const* q, void const* kv_cache,
+                                int32_t const* block_ids, int32_t top_k, void* out,
+                                float const* kv_scale) {
+  PagedDecodeParams p{};
+  p.tokens = packed(s);
+  Type const type = kv_scale == nullptr ? Type::kBfloat16 : Type::kFloat8E4m3;
+  p.view = block_ids == nullptr ? view_of_pages(kv_cache, s.num_kv_heads, type)
+                                : view_of_virtual_pages(kv_cache, s.num_kv_heads, type);
+  p.kv_scale = kv_scale;
+  p.q = q;
+  p.block_ids = block_ids;
+  p.out = out;
+  p.num_heads = s.num_heads;
+  p.num_kv_heads = s.num_kv_heads;
+  p.top_k = top_k;
+  p.softmax_scale = s.softmax_scale;
+  return p;
+}
+
 }  // namespace
 
 extern "C" {
@@ -53,25 +73,12 @@ int64_t m3_bench_decode_workspace(Step const* s, int selected) {
       paged_decode_workspace(s->num_heads, s->num_kv_heads, s->q_len, selected != 0));
 }
 
-// The cache is e4m3 when there is a scale, else bf16.
 int m3_bench_decode(Step const* s, void const* q, void const* kv_cache, int32_t const* block_ids,
                     int32_t top_k, void* out, void* workspace, cudaStream_t stream,
                     float const* kv_scale) {
-  PagedDecodeParams p{};
-  p.tokens = packed(*s);
-  Type const type = kv_scale == nullptr ? Type::kBfloat16 : Type::kFloat8E4m3;
-  p.view = block_ids == nullptr ? view_of_pages(kv_cache, s->num_kv_heads, type)
-                                : view_of_virtual_pages(kv_cache, s->num_kv_heads, type);
-  p.kv_scale = kv_scale;
-  p.q = q;
-  p.block_ids = block_ids;
-  p.out = out;
-  p.num_heads = s->num_heads;
-  p.num_kv_heads = s->num_kv_heads;
-  p.top_k = top_k;
+  auto p = decode_params(*s, q, kv_cache, block_ids, top_k, out, kv_scale);
   p.num_decode = s->num_decode;
   p.q_len = s->q_len;
-  p.softmax_scale = s->softmax_scale;
   return launch_paged_decode(p, workspace, stream);
 }
 
@@ -108,19 +115,8 @@ int m3_bench_sparse_prefill(Step const* s, void const* q, void const* kv_cache,
 int m3_bench_selected_rows(Step const* s, void const* q, void const* kv_cache,
                            float const* kv_scale, int32_t const* block_ids, int32_t top_k,
                            void* out, cudaStream_t stream) {
-  PagedDecodeParams p{};
-  p.tokens = packed(*s);
-  Type const type = kv_scale == nullptr ? Type::kBfloat16 : Type::kFloat8E4m3;
-  p.view = view_of_virtual_pages(kv_cache, s->num_kv_heads, type);
-  p.kv_scale = kv_scale;
-  p.q = q;
-  p.block_ids = block_ids;
-  p.out = out;
-  p.num_heads = s->num_heads;
-  p.num_kv_heads = s->num_kv_heads;
-  p.top_k = top_k;
+  auto p = decode_params(*s, q, kv_cache, block_ids, top_k, out, kv_scale);
   p.num_context = s->num_tokens - s->num_decode * s->q_len;
-  p.softmax_scale = s->softmax_scale;
   return launch_selected_decode(p, stream);
 }
 
