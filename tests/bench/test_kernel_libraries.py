@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine"),
+]
 
 
 @pytest.mark.parametrize("source", sorted(ROOT.glob("bench/*.cu")), ids=lambda path: path.stem)
