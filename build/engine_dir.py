@@ -23,7 +23,7 @@ from m3trt.build.programs import make_programs
 from m3trt.build.weights import check_weights
 from m3trt.convert.configuration import ConfigError, M3Config
 
-ENGINE_VERSION = 1
+ENGINE_VERSION = 2
 """Version of this layout and of the engine's inputs and outputs; raised on any change."""
 
 CONFIG_KEYS = {"version", "pretrained_config", "build_config", "environment"}

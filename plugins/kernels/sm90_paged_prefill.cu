@@ -84,6 +84,8 @@ class TileWalk {
       if (tile.queries.num_tokens > 0) return tile;
     }
     tile.queries.num_tokens = 0;
+    // An empty tile of the list has a position, and would have pages to bring.
+    if constexpr (kListed) tile.queries.first_position = 0;
     return tile;
   }
 

@@ -323,9 +323,10 @@ bool takes_invert_chunk(InvertParams const& p) {
       dynamic_bytes(layout_of(p)) > DYNAMIC_BYTES) {
     return false;
   }
-  int major = 0;
+  int major = 0, most = 0;
   return read_attribute(major, cudaDevAttrComputeCapabilityMajor) == cudaSuccess && major >= 9 &&
-         compiled_version(invert_chunk_kernel) >= 90;
+         read_attribute(most, cudaDevAttrMaxSharedMemoryPerBlockOptin) == cudaSuccess &&
+         most >= DYNAMIC_BYTES && compiled_version(invert_chunk_kernel) >= 90;
 }
 
 cudaError_t launch_invert_chunk(InvertParams const& p, InvertedBlocks const& blocks,

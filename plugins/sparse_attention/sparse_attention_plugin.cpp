@@ -143,7 +143,8 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   kernels::SparseRoute const route = kernels::sparse_route(
       rows.context_tokens, rows.context_requests, p.tokens.max_pages, p.top_k);
   bool clusters = false;
-  if (split && route == kernels::SparseRoute::kRows) {
+  // TMA describes no empty cache.
+  if (split && route == kernels::SparseRoute::kRows && step.in[kKvCache].dims.d[0] > 0) {
     check_launch(kernels::has_clusters(clusters), "has_clusters");
   }
   if (clusters) {

@@ -163,6 +163,8 @@ class TensorParallelExecutor:
 
         threading.Thread(target=join, name="m3-join", daemon=True).start()
         self._joined_or_failed.wait()
+        if self._failure:  # who still joins has nobody left
+            joined.add_done_callback(lambda late: late.exception() or late.result().abort())
         self._check()
         return joined.result()
 

@@ -56,7 +56,7 @@ def test_model_without_vision(engine):
     [
         (lambda d: d.update(extra=1), r"engine: unknown keys \['extra'\]"),
         (lambda d: d.pop("environment"), r"missing keys \['environment'\]"),
-        (lambda d: d.update(version=7, new=1), "engine version 7, this code reads 1"),
+        (lambda d: d.update(version=7, new=1), "engine version 7, this code reads 2"),
         (lambda d: d["build_config"].update(max_pages="9"), "max_pages is '9', expected a number"),
         (lambda d: d["build_config"].update(max_beam_width=1), r"build_config: unknown keys"),
         (lambda d: d["build_config"].pop("max_pages"), r"missing keys \['max_pages'\]"),
@@ -65,7 +65,7 @@ def test_model_without_vision(engine):
         (lambda d: d["environment"].update(driver="1"), r"environment: unknown keys"),
         (lambda d: d["environment"].update(library="onnxruntime"), "library is 'onnxruntime'"),
         (lambda d: d.update(environment=[]), r"environment: expected an object, found \[\]"),
-        (lambda d: d.update(version="1"), "engine version '1', this code reads 1"),
+        (lambda d: d.update(version="1"), "engine version '1', this code reads 2"),
         (lambda d: d["build_config"].update(max_pages=True), "max_pages is True, expected"),
         (lambda d: d["build_config"].update(max_seq_len=1), "max_seq_len is 1, .* at least 2"),
         (lambda d: d["build_config"].update(gather_context_logits=1), "expected true or false"),
