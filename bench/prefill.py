@@ -1,4 +1,4 @@
-"""Times MSA prefill on one GPU: index scoring and selection, inversion, block-major attention.
+"""Times MSA prefill on one GPU: index scoring and selection, inversion, attention.
 
     python -m m3trt.bench.prefill [--peers FOLDER] [--quick]
 
