@@ -28,6 +28,13 @@ ENTRIES = ("ensemble", "tensorrt_llm_bls")
 MAX_SEQ_LEN = 1024
 
 
+@pytest.fixture(autouse=True, scope="session")
+def interrupts_reach_servers() -> None:
+    """Behind `nohup make test &` they would be ignored, and inherited so."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture(scope="session")
 def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "hf"
