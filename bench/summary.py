@@ -137,7 +137,7 @@ def dense_sentence(records: Sequence[Record]) -> str:
 def plain_msa(record: Record) -> bool:
     """Whether the plain MSA kernels ran: those of the last commit that had no others, or a library
     of today with them in place of the fast ones."""
-    return record["commit"] == PLAIN_MSA or record["case"].get("msa_kernels") == "plain"
+    return bool(record["commit"] == PLAIN_MSA or record["case"].get("msa_kernels") == "plain")
 
 
 def before_and_after(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:

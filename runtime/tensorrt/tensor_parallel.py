@@ -164,7 +164,7 @@ class TensorParallelExecutor:
         threading.Thread(target=join, name="m3-join", daemon=True).start()
         self._joined_or_failed.wait()
         if self._failure:  # who still joins has nobody left
-            joined.add_done_callback(lambda late: late.exception() or late.result().abort())
+            joined.add_done_callback(_abort)
         self._check()
         return joined.result()
 
@@ -213,6 +213,11 @@ def _pages_of(rank: RankProcess) -> int:
     if isinstance(answer, int):
         return answer
     raise DeviceError(f"rank {rank.rank} cannot be loaded: {answer}")
+
+
+def _abort(joined: Future[Communicator]) -> None:
+    if joined.exception() is None:
+        joined.result().abort()
 
 
 def _last_words(rank: RankProcess) -> str:
