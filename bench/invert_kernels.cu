@@ -14,21 +14,18 @@ struct InvertStep {  // context requests only
   int32_t num_heads, num_kv_heads, top_k;
 };
 
-static int64_t lse_bytes(InvertStep const& s) {
-  int64_t const bytes = int64_t{s.num_tokens} * s.num_heads * s.top_k * sizeof(float);
-  return (bytes + 255) / 256 * 256;
-}
-
-static InvertedBlocks place(InvertStep const& s, char*& memory) {
-  return place_inverted_blocks(memory, s.num_tokens, s.num_kv_heads, s.num_requests, s.max_pages,
+static InvertedBlocks place(InvertStep const& s, Carver& carver, float*& lse) {
+  carver.take(lse, int64_t{s.num_tokens} * s.num_heads * s.top_k);
+  return place_inverted_blocks(carver, s.num_tokens, s.num_kv_heads, s.num_requests, s.max_pages,
                                s.top_k);
 }
 
 // All tokens in one round.
 int64_t m3_bench_invert_workspace(InvertStep const* s) {
-  char* memory = nullptr;
-  place(*s, memory);
-  return reinterpret_cast<intptr_t>(memory) + lse_bytes(*s);
+  Carver carver(nullptr);
+  float* lse = nullptr;
+  place(*s, carver, lse);
+  return static_cast<int64_t>(carver.used());
 }
 
 int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspace,
@@ -44,8 +41,8 @@ int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspa
   p.group = s->num_heads / s->num_kv_heads;
   p.tile_queries = kSparseTileRows / p.group;
   p.window = kPrefillRows / p.group;
-  p.lse = static_cast<float*>(workspace);
-  char* memory = static_cast<char*>(workspace) + lse_bytes(*s);
-  return launch_invert_blocks(p, place(*s, memory), stream);
+  Carver carver(workspace);
+  InvertedBlocks const blocks = place(*s, carver, p.lse);
+  return launch_invert_blocks(p, blocks, stream);
 }
 }

@@ -25,7 +25,6 @@ constexpr int MARK_WARPS = MARK_THREADS / 32;
 constexpr int MAX_PAIRS = TILE_TOKENS * kMaxTopK / MARK_THREADS;  // of a marking thread
 constexpr int WORDS = TILE_TOKENS / 32;
 constexpr int MIN_WINDOW = 8;
-constexpr size_t ALIGNMENT = 256;
 
 __host__ __device__ int32_t num_slots(int32_t num_tokens, int32_t num_requests) {
   return num_tokens / TILE_TOKENS + num_requests;
@@ -418,38 +417,29 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-template <class T>
-T* carve(char*& memory, int64_t count) {
-  auto const address = reinterpret_cast<uintptr_t>(memory);
-  auto const aligned = (address + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-  memory = reinterpret_cast<char*>(aligned + count * sizeof(T));
-  return reinterpret_cast<T*>(aligned);
-}
-
 int64_t most_groups(int32_t num_requests, int32_t max_pages) {
   return int64_t{num_requests} * (pitch(max_pages) / GROUP);
 }
 
 }  // namespace
 
-InvertedBlocks place_inverted_blocks(char*& memory, int32_t num_tokens, int32_t num_kv_heads,
+InvertedBlocks place_inverted_blocks(Carver& carver, int32_t num_tokens, int32_t num_kv_heads,
                                      int32_t num_requests, int32_t max_pages, int32_t top_k) {
   int64_t const pairs = int64_t{num_kv_heads} * num_tokens * top_k;
   int64_t const groups = num_kv_heads * most_groups(num_requests, max_pages);
   int64_t const tiles = int64_t{num_kv_heads} * num_slots(num_tokens, num_requests);
   InvertedBlocks b;
-  b.queries = carve<int32_t>(memory, pairs);
-  b.items = carve<KvItem>(memory, std::min(pairs, groups * GROUP));
-  b.starts = carve<GroupStart>(memory, groups + 1);
-  b.first_group = carve<int32_t>(memory, num_requests + 1);
-  b.counts = carve<uint16_t>(memory, tiles * pitch(max_pages));
-  b.listed = carve<ListedTile>(
-      memory, int64_t{num_kv_heads} * most_windows(num_tokens, num_requests, MIN_WINDOW));
-  b.first_window = carve<int32_t>(memory, num_requests + 1);
-  b.whole = carve<uint32_t>(memory, tiles * WORDS);
-  b.ranks = carve<uint8_t>(memory, pairs);
-  b.blocks = carve<int2>(memory, groups * GROUP);
-  b.arrived = carve<uint32_t>(memory, 1);
+  carver.take(b.queries, pairs);
+  carver.take(b.items, std::min(pairs, groups * GROUP));
+  carver.take(b.starts, groups + 1);
+  carver.take(b.first_group, num_requests + 1);
+  carver.take(b.counts, tiles * pitch(max_pages));
+  carver.take(b.listed, int64_t{num_kv_heads} * most_windows(num_tokens, num_requests, MIN_WINDOW));
+  carver.take(b.first_window, num_requests + 1);
+  carver.take(b.whole, tiles * WORDS);
+  carver.take(b.ranks, pairs);
+  carver.take(b.blocks, groups * GROUP);
+  carver.take(b.arrived, 1);
   return b;
 }
 

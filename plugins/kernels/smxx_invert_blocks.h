@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "kernels/carver.h"
 #include "kernels/packed_tokens.h"
 #include "kernels/paged_prefill.h"
 
@@ -63,8 +64,8 @@ struct InvertedBlocks {
   uint32_t* arrived;  // thread blocks
 };
 
-// Advances `memory`, which may be null, behind the arrays; their content is undefined.
-InvertedBlocks place_inverted_blocks(char*& memory, int32_t num_tokens, int32_t num_kv_heads,
+// The arrays' content is undefined.
+InvertedBlocks place_inverted_blocks(Carver& carver, int32_t num_tokens, int32_t num_kv_heads,
                                      int32_t num_requests, int32_t max_pages, int32_t top_k);
 
 // Windows of a round, at most.

@@ -8,7 +8,6 @@ namespace {
 
 constexpr int64_t PARTIAL_BYTES = 1100000000;  // of a round, about
 constexpr int32_t MAX_ROUND_TOKENS = 16384;
-constexpr int64_t ALIGNMENT = 256;
 // Of sparse_route and shares_blocks: tokens, and queries of a block on average.
 constexpr int32_t FEW_TOKENS = 64;
 constexpr float FEW_QUERIES = 4.f;
@@ -21,6 +20,18 @@ int64_t partial_bytes(int64_t tokens, int64_t heads, int32_t group, int32_t top_
 // If all blocks of the page tables exist and are chosen alike.
 float queries_of_block(int32_t num_tokens, int32_t num_requests, int32_t max_pages, int32_t top_k) {
   return static_cast<float>(num_tokens) * top_k / num_requests / max_pages;
+}
+
+// Where the arrays of rounds of so many tokens lie; the partial results behind all others, up to
+// the workspace's end.
+SparsePrefillRound place(Carver& carver, int32_t num_heads, int32_t num_kv_heads, int32_t tokens,
+                         int32_t num_requests, int32_t max_pages, int32_t top_k) {
+  SparsePrefillRound round{};
+  round.blocks =
+      place_inverted_blocks(carver, tokens, num_kv_heads, num_requests, max_pages, top_k);
+  carver.take(round.lse, int64_t{num_heads} * tokens * top_k);
+  carver.take_bytes(round.partials, 0);
+  return round;
 }
 
 // Rows of the round that see all their blocks.
@@ -78,10 +89,9 @@ size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t n
   int32_t const group = num_heads / num_kv_heads;
   int32_t const tokens = sparse_prefill_rounds(num_tokens, num_heads, num_kv_heads, top_k).tokens;
   int32_t const requests = std::min(num_requests, kMaxPrefillRequests);  // more are not taken
-  char* memory = nullptr;
-  place_inverted_blocks(memory, tokens, num_kv_heads, requests, max_pages, top_k);
-  return reinterpret_cast<uintptr_t>(memory) + 2 * ALIGNMENT +
-         int64_t{num_heads} * tokens * top_k * sizeof(float) +
+  Carver carver(nullptr);
+  place(carver, num_heads, num_kv_heads, tokens, requests, max_pages, top_k);
+  return carver.used() +
          std::min(PARTIAL_BYTES, partial_bytes(num_tokens, num_kv_heads, group, top_k));
 }
 
@@ -93,18 +103,10 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
     return cudaErrorInvalidValue;
   }
   int32_t const group = p.num_heads / p.num_kv_heads;
-  auto* memory = static_cast<char*>(workspace);
-  SparsePrefillRound round{};
-  round.blocks = place_inverted_blocks(memory, rounds.tokens, p.num_kv_heads, p.num_requests,
-                                       p.tokens.max_pages, p.top_k);
-  auto const align = [](char* at) {
-    auto const address = reinterpret_cast<uintptr_t>(at);
-    return reinterpret_cast<char*>((address + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
-  };
-  memory = align(memory);
-  auto* const lse = reinterpret_cast<float*>(memory);
-  memory = align(memory + int64_t{p.num_heads} * rounds.tokens * p.top_k * sizeof(float));
-  round.partials = memory;
+  Carver carver(workspace);
+  SparsePrefillRound round = place(carver, p.num_heads, p.num_kv_heads, rounds.tokens,
+                                   p.num_requests, p.tokens.max_pages, p.top_k);
+  float* const lse = round.lse;
 
   for (int32_t token = 0; token < p.num_tokens; token += rounds.tokens) {
     round.first_token = token;
