@@ -126,18 +126,16 @@ def full(results: Path = RESULTS) -> str:
     benches = (*msa_report.TITLES, "fp8_effect")
     msa = msa_report.sections({bench: load(bench, results) for bench in benches}, results)
     parts = [HEAD + read_back(results), *msa]
+    slices = summary.eras(load_all("slice", results))
     for bench, title in SECTIONS.items():
         records = sorted(summary.steps(load(bench, results)), key=order)
         if records:
             note = NOTES.get(bench, "")
-            note += (
-                f" {summary.rank_sentence(load_all(bench, results))}" if bench == "slice" else ""
-            )
+            note += f" {summary.rank_sentence(slices)}" if bench == "slice" else ""
             parts.append(table(title, records) + (f"\n{wrapped(note)}" if note else ""))
-    if before := [r for r in load_all("slice", results) if r["commit"] == summary.PLAIN_MSA]:
-        sliced = [r for r in summary.steps(before) if r["case"]["model"] == "slice"]
+    if before := [record for record in slices.plain if record["case"]["model"] == "slice"]:
         title = "Whole steps of the slice with the plain MSA kernels"
-        parts.append(table(title, sorted(sliced, key=order)))
+        parts.append(table(title, sorted(before, key=order)))
     return "\n".join(parts)
 
 

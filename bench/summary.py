@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from m3trt.bench import msa_report
 from m3trt.bench.records import RESULTS, Record, duration, load, load_all, tokens, wrapped
@@ -134,26 +135,37 @@ def dense_sentence(records: Sequence[Record]) -> str:
     )
 
 
-def plain_msa(record: Record) -> bool:
-    """Whether the plain MSA kernels ran: those of the last commit that had no others, or a library
-    of today with them in place of the fast ones."""
-    return bool(record["commit"] == PLAIN_MSA or record["case"].get("msa_kernels") == "plain")
+class Eras(NamedTuple):
+    """Records of steps, each list newest first."""
+
+    plain: list[Record]
+    """Of `PLAIN_MSA`."""
+    exchanged: list[Record]
+    """Of later libraries with the plain MSA kernels in place of the fast ones."""
+    now: list[Record]
+    """All others since."""
 
 
-def before_and_after(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Records with the plain MSA kernels, and all later ones without, each newest first."""
-    last = max((i for i, r in enumerate(records) if r["commit"] == PLAIN_MSA), default=-1)
-    plain = [record for record in records if plain_msa(record)]
-    later = [record for record in records[last + 1 :] if not plain_msa(record)]
-    return steps(plain[::-1]), steps(later[::-1])
+def eras(records: Sequence[Record]) -> Eras:
+    """Apart what ran with the plain MSA kernels."""
+    newest = steps(records)[::-1]
+    plain = [record for record in newest if record["commit"] == PLAIN_MSA]
+    since = newest[: newest.index(plain[0])] if plain else newest
+    exchanged = [record for record in since if "msa_kernels" in record["case"]]
+    return Eras(plain, exchanged, [record for record in since if record not in exchanged])
 
 
-def rank_sentence(records: Sequence[Record]) -> str:
+def rank_sentence(found: Eras) -> str:
     """Whether the TP 8 rank was recorded with the kernels of now."""
-    _, later = before_and_after(records)
-    if any(record["case"]["model"] == "rank" for record in later):
+    if find(found.now, model="rank"):
         return ""
     return f"The TP 8 rank was recorded only with the plain MSA kernels, at {PLAIN_MSA}."
+
+
+def _arrow(parts: Iterable[Iterable[Record]], **wanted: object) -> str:
+    """`before → after` of the case in each part."""
+    found = [find(part, **wanted) for part in parts]
+    return " → ".join(duration(record["seconds"] if record else None) for record in found)
 
 
 def two_gpus_sentence(records: Sequence[Record]) -> str:
@@ -162,80 +174,66 @@ def two_gpus_sentence(records: Sequence[Record]) -> str:
     if both is None:
         return ""
     same = [record for record in records if record["commit"] == both["commit"]]
-
-    def times(**wanted: object) -> str:
-        found = [find(same, model="slice", tp_size=size, **wanted) for size in (1, 2)]
-        return " → ".join(duration(record["seconds"] if record else None) for record in found)
-
-    decode = ", ".join(times(step="decode", context=61440, batch=batch) for batch in BATCHES)
-    prefill = times(step="prefill", context=0)
+    sizes = [[r for r in same if r["case"]["tp_size"] == size] for size in (1, 2)]
+    wanted = {"model": "slice", "step": "decode", "context": 61440}
+    decode = ", ".join(_arrow(sizes, **wanted, batch=batch) for batch in BATCHES)
     return (
         f"**One GPU → two** (TP 2, NVLink, {both['commit']}): decode of the slice on 60k at batch"
-        f" {', '.join(map(str, BATCHES))}: {decode}; prefill of 8k {prefill}."
+        f" {', '.join(map(str, BATCHES))}: {decode}; prefill of 8k"
+        f" {_arrow(sizes, model='slice', step='prefill', context=0)}."
     )
 
 
-def _changes(records: Sequence[Record], **wanted: object) -> str:
-    """`before → after` of a step, with the plain MSA kernels and now."""
-    found = [find(part, **wanted) for part in before_and_after(records)]
-    return " → ".join(duration(record["seconds"] if record else None) for record in found)
-
-
-def steps_sentence(records: Sequence[Record]) -> str:
+def steps_sentence(found: Eras) -> str:
     """The slice before and after the MSA kernels."""
-    _, later = before_and_after(records)
-    one = {"model": "slice", "tp_size": 1}
+    one, parts = {"model": "slice", "tp_size": 1}, (found.plain, found.now)
     long = one | {"step": "decode", "context": 131072}
-    full = one | {"step": "decode", "context": 8192, "batch": 128}
-    decode = ", ".join(_changes(records, **long, batch=batch) for batch in BATCHES)
+    many = one | {"step": "decode", "context": 8192, "batch": 128}
+    decode = ", ".join(_arrow(parts, **long, batch=batch) for batch in BATCHES)
     return (
         f"**Whole steps** of one dense and five sparse layers at TP 1, {PLAIN_MSA} (plain MSA"
-        f" kernels) → {later[0]['commit'] if later else 'none'}. Decode on 128k at batch"
+        f" kernels) → {found.now[0]['commit'] if found.now else 'none'}. Decode on 128k at batch"
         f" {', '.join(map(str, BATCHES))}: {decode}; prefill of 8k"
-        f" {_changes(records, **one, step='prefill', context=0)}; batch 128 on 8k, with nothing but"
-        f" the MSA kernels exchanged, {_changes(records, **full)}."
+        f" {_arrow(parts, **one, step='prefill', context=0)}. Batch 128 on 8k, with nothing but"
+        f" the MSA kernels exchanged: {_arrow((found.exchanged, found.now), **many)}."
     )
 
 
-def rank_steps_sentence(records: Sequence[Record], collectives: Sequence[Record]) -> str:
+def rank_steps_sentence(found: Eras, collectives: Sequence[Record]) -> str:
     """The TP 8 rank before and after, and what its all-reduces would add."""
-    _, later = before_and_after(records)
-    rank = {"model": "rank", "context": 61440}
-    if find(records, **rank) is None:
+    rank, parts = {"model": "rank", "context": 61440}, (found.plain, found.now)
+    if find([*found.now, *found.plain], **rank) is None:
         return ""
-    decode = ", ".join(_changes(records, **rank, step="decode", batch=batch) for batch in BATCHES)
+    decode = ", ".join(_arrow(parts, **rank, step="decode", batch=batch) for batch in BATCHES)
     text = (
         f"**One TP 8 rank** with all 60 layers, without its all-reduces: decode on 60k at batch"
         f" {', '.join(map(str, BATCHES))}: {decode}; a chunk of 16k on 60k"
-        f" {_changes(records, **rank, step='prefill')}."
+        f" {_arrow(parts, **rank, step='prefill')}."
     )
-    if done := find(later, **rank, step="generate"):
+    if done := find(found.now, **rank, step="generate"):
         text += f" {done['tokens']} tokens one after another: {duration(done['seconds'])} each."
-    reduced = next(
-        (r for r in collectives if r["case"].items() >= {"op": "all_reduce", "rows": 1}.items()),
-        None,
-    )
-    if reduced:
+    if reduced := find(collectives, op="all_reduce", rows=1):
         added = 2 * LAYERS * reduced["estimates"]["tp 8"]
         text += (
             f" Not measured: {2 * LAYERS} all-reduces of a token among eight GPUs, by the time of"
             f" two as a ring {duration(added)}."
         )
-    return f"{text} {rank_sentence(records)}".rstrip()
+    return f"{text} {rank_sentence(found)}".rstrip()
 
 
 def section(results: Path = RESULTS) -> str:
     """All of the text between the README's markers."""
     msa = {bench: load(bench, results) for bench in msa_report.TITLES}
     decode, prefill = msa["decode_total"], msa["prefill_total"]
+    found = eras(load_all("slice", results))
     bullets = [
         behind_sentence(msa),
         gemm_sentence(load("gemm", results)),
         moe_sentence(load("moe", results)),
         dense_sentence(load_all("paged_attention", results)),
-        steps_sentence(load_all("slice", results)),
-        rank_steps_sentence(load_all("slice", results), load("collectives", results)),
-        two_gpus_sentence(before_and_after(load_all("slice", results))[1]),
+        steps_sentence(found),
+        rank_steps_sentence(found, load("collectives", results)),
+        two_gpus_sentence(found.now),
     ]
     picture = "msa_decode.png"
     note = f"{msa_report.note([*decode, *prefill])}; bf16, TP 1; in brackets their time over ours"
