@@ -17,6 +17,12 @@ from onnx import TensorProto, helper
 if TYPE_CHECKING:
     import torch
 
+ONE_RUN = os.environ.get("M3_RUNS") == "1"
+"""Run each node once, eagerly: compute-sanitizer watches (tests/sanitize.sh)."""
+
+REFERENCE_DEVICE = "cpu" if ONE_RUN else "cuda"
+"""Where references may be computed: racecheck before 2026.4 crashes in many of cuBLAS's kernels."""
+
 ELEMENT_TYPES = {
     "bf16": TensorProto.BFLOAT16,
     "f32": TensorProto.FLOAT,
@@ -168,7 +174,7 @@ def run(node: Node, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     Runs three times eagerly and once as a captured CUDA graph, each time from the same caches and
     over poisoned outputs, and raises AssertionError unless all results are the same bits. With
-    M3_RUNS=1 in the environment it runs once, eagerly.
+    `ONE_RUN` it runs once, eagerly.
     """
     import torch
 
@@ -211,7 +217,7 @@ def run(node: Node, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.cpu() for name, tensor in outputs.items()}
 
     first = result_of(execute)
-    if os.environ.get("M3_RUNS") == "1":
+    if ONE_RUN:
         return first
     graph = torch.cuda.CUDAGraph()
     again = [result_of(execute), result_of(execute)]

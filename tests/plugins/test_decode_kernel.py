@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import plugin_harness as harness
 import pytest
 import torch
 from closeness import check_sums
@@ -112,22 +113,24 @@ class Case:
         heads, kv_heads = self.q.shape[1], self.kv.shape[3]
         group = heads // kv_heads
         scale = 1.0 if self.scale is None else self.scale.item()
-        rows = []
+        device, rows = harness.REFERENCE_DEVICE, []
+        queries, ids = self.q.to(device), None if self.ids is None else self.ids.to(device)
         for token, (request, position) in enumerate(self.places()):
             pages = self.batch.table[request, : position // BLOCK + 1].long()
-            own = (self.kv[pages].to(torch.float32) * scale).transpose(0, 1).to(dtype)
+            chosen = self.kv[pages].to(device, torch.float32)
+            own = (chosen * scale).transpose(0, 1).to(dtype)
             keys, values = own.reshape(2, -1, kv_heads, HEAD)[:, : position + 1].transpose(1, 2)
             for head in range(kv_heads):
                 k, v = keys[head], values[head]
-                if self.ids is not None:
-                    blocks = self.ids[head, token]
-                    kept = torch.isin(torch.arange(len(k), device="cuda") // BLOCK, blocks)
+                if ids is not None:
+                    blocks = ids[head, token]
+                    kept = torch.isin(torch.arange(len(k), device=device) // BLOCK, blocks)
                     k, v = k[kept], v[kept]
-                q = self.q[token, head * group : (head + 1) * group].to(dtype)
+                q = queries[token, head * group : (head + 1) * group].to(dtype)
                 wide = torch.promote_types(dtype, torch.float32)
                 weights = torch.softmax((q @ k.T).to(wide) * SCALE, dim=-1).to(dtype)
                 rows.append(weights @ v)
-        return torch.cat(rows).view(-1, heads, HEAD)
+        return torch.cat(rows).view(-1, heads, HEAD).cuda()
 
     def check(self, library: ctypes.CDLL) -> None:
         out = self.run(library)
