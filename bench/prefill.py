@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -45,6 +45,9 @@ PARTS = {
 }
 SELECTIONS = {"random": steps.random_blocks, "clustered": steps.realistic_blocks}
 RUNS, LONG = 3, 20e-3
+GRAPH_SECONDS, MOST_COPIES = 2e-3, 12
+"""A graph runs at least so long, or what its launch costs would count; short calls of it take turns
+on steps with pages and queries of their own."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,15 @@ def full() -> list[Case]:
 
 def measure(case: Case, pool: Pool, who: Contestants) -> list[dict[str, Any]]:
     """The records of a case."""
-    s = pool.step(case.heads, case.lengths, list(case.new))
-    chosen = {name: choose(s, case.heads.kv) for name, choose in SELECTIONS.items()}
-    tokens = [0, len(s.q) // 2, len(s.q) - 1]
+    count = min(MOST_COPIES, steps.copies(case.work("attend").bytes))
+    batches = [
+        pool.step(case.heads, case.lengths, list(case.new), seed=seed) for seed in range(count)
+    ]
+    chosen = {
+        name: [choose(s, case.heads.kv, seed) for seed, s in enumerate(batches)]
+        for name, choose in SELECTIONS.items()
+    }
+    tokens = [0, sum(case.new) // 2, sum(case.new) - 1]
     rows = [
         (part, selection)
         for part in case.parts
@@ -171,17 +180,17 @@ def measure(case: Case, pool: Pool, who: Contestants) -> list[dict[str, Any]]:
     for contestant in who.of("bfloat16"):
         contestant.retune()
         for part, selection in rows:
-            ids = chosen[selection or "random"]
+            pairs = list(zip(batches, chosen[selection or "random"], strict=True))
             if part != "invert":
-                verify(contestant, part, s, ids, tokens)
-                call = make_call(contestant, part, s, ids)
+                verify(contestant, part, *pairs[0], tokens)
+                calls = [make_call(contestant, part, *pair) for pair in pairs]
             elif contestant is who.ours:
-                call = contestant.invert(s, ids)
+                calls = [contestant.invert(*pair) for pair in pairs]
             else:
                 continue
-            times[part, selection][contestant.name] = seconds(call)
+            times[part, selection][contestant.name] = seconds(calls)
     if case.dense and "total" in case.parts:
-        times["total", ""] |= dense_times(s, who)
+        times["total", ""] |= dense_times(batches, who)
     ours = who.ours.name if who.ours else ""
     return [
         make_record(
@@ -196,22 +205,25 @@ def measure(case: Case, pool: Pool, who: Contestants) -> list[dict[str, Any]]:
     ]
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Of a graph's replays; of one call where that takes long."""
-    once = elapsed(call)
+def seconds(calls: list[Callable[[], Any]]) -> float:
+    """Of one call, from a graph's replays; of the first alone where that takes long."""
+    once = elapsed(calls[0])
     if once > 10 * LONG:
         return once
-    return elapsed(call) if once > LONG else kernels.graph_seconds([call], repeats=RUNS)
+    if once > LONG:
+        return elapsed(calls[0])
+    rounds = ceil(GRAPH_SECONDS / (once * len(calls)))
+    return kernels.graph_seconds(calls, repeats=RUNS, rounds=rounds)
 
 
-def dense_times(s: Step, who: Contestants) -> dict[str, float]:
+def dense_times(batches: Sequence[Step], who: Contestants) -> dict[str, float]:
     """Causal attention over all earlier tokens: FlashAttention-3 and our own dense kernel."""
     times = {}
     for name, contestant in (("our dense kernel", who.ours), ("FlashAttention-3", who.fa3)):
         if contestant:
-            call = contestant.dense(s)
-            steps.check_attention(call(), s, len(s.q) - 1)
-            times[name] = seconds(call)
+            calls = [contestant.dense(s) for s in batches]
+            steps.check_attention(calls[0](), batches[0], len(batches[0].q) - 1)
+            times[name] = seconds(calls)
     return times
 
 
