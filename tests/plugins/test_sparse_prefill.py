@@ -59,11 +59,6 @@ def choose(step: Step, kv_heads: int, kind: str = "cold", seed: int = 9) -> torc
     return ids.cuda()
 
 
-def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, matrix by matrix: under racecheck before 2026.4 cuBLAS crashes with batched ones."""
-    return torch.stack([x @ y for x, y in zip(a, b, strict=True)])
-
-
 class Case:
     """Inputs on the GPU; `run` calls a kernel, `reference` says what it should give."""
 
@@ -110,30 +105,31 @@ class Case:
 
     def reference(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows `tokens` in the arithmetic of `dtype`."""
-        packed = self.step.inputs
-        place = torch.tensor(self.step.tokens)[tokens.cpu()].cuda()
+        device = harness.REFERENCE_DEVICE
+        place = torch.tensor(self.step.tokens)[tokens.cpu()].to(device)
         request, position = place[:, 0], place[:, 1]
-        table = packed["kv_cache_block_offsets"].cuda()
+        table = self.step.inputs["kv_cache_block_offsets"].to(device)
+        all_ids, all_q, pool = self.ids[:, tokens].to(device), self.q[tokens], self.pool.to(device)
         group = self.heads // self.kv_heads
         out = []
         for head in range(self.kv_heads):
-            ids = self.ids[head, tokens].long()
-            key = ids[..., None] * BLOCK + torch.arange(BLOCK, device="cuda")
+            ids = all_ids[head].long()
+            key = ids[..., None] * BLOCK + torch.arange(BLOCK, device=device)
             page = table[request[:, None], ids.clamp(min=0)].long()
             visible = (ids >= 0)[..., None] & (key <= position[:, None, None])
-            chosen = self.pool[page.clamp(min=0), :, :, head].to(torch.float32)
+            chosen = pool[page.clamp(min=0), :, :, head].to(torch.float32)
             if self.scale is not None:
-                chosen = chosen * self.scale
+                chosen = chosen * self.scale.to(device)
             chosen = chosen.masked_fill(~visible[:, :, None, :, None], 0.0).to(dtype)
             k, v = (chosen[:, :, half].flatten(1, 2) for half in range(2))
-            q = self.q[tokens, head * group : (head + 1) * group].to(dtype)
-            score = products(q, k.transpose(1, 2)) * SCALE
+            q = all_q[:, head * group : (head + 1) * group].to(device, dtype)
+            score = (q @ k.transpose(1, 2)) * SCALE
             score = score.masked_fill(~visible.flatten(1)[:, None], -1e30)
             wide = torch.promote_types(dtype, torch.float32)
             weights = torch.softmax(score, dim=-1, dtype=wide).to(dtype)
             seen = visible.flatten(1).any(1)[:, None, None]
-            out.append(products(weights, v).masked_fill(~seen, 0.0))
-        return torch.cat(out, dim=1).flatten(1)
+            out.append((weights @ v).masked_fill(~seen, 0.0))
+        return torch.cat(out, dim=1).flatten(1).cuda()
 
     def check(self, out: torch.Tensor, most: int = 600) -> None:
         assert (out[self.real :] == 0).all(), "padding rows are not zero"
