@@ -67,8 +67,8 @@ CASES = {
         *(Case(requests, context) for context in (61440, 131072) for requests in (1, 8, 32)),
     ],
     "rank": [
+        Case(1, 61440, generate=800),  # first: a profiler that ran slows every later launch
         *(Case(requests, 61440) for requests in (1, 8, 32)),
-        Case(1, 61440, generate=800),
         Case(1, 61440, new=16384),
     ],
 }
@@ -157,6 +157,7 @@ def generate(engine: DeviceEngine, inputs: StepInputs, case: Case, limit: float)
             sequence_length=inputs.sequence_length + np.int32(step),
         )
 
+    engine.run_captured(step_arrays(inputs), tensors.LOGITS)  # captures the graph
     ids, start, done = inputs.input_ids, time.monotonic(), 0
     while done < case.generate and time.monotonic() - start < limit:
         feeds = step_arrays(advance(done, ids))
