@@ -1,5 +1,6 @@
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
+#include "kernels/sm90_moe_math.cuh"
 #include "kernels/sm90_moe_stages.h"
 #include "kernels/sm90_ptx.cuh"
 
@@ -20,22 +21,18 @@ __global__ void __launch_bounds__(THREADS) sm90_moe_combine(MoeParams p, Sm90Moe
     int32_t const* places = ws.places + token * (p.top_k + 1);
     float const* weights = ws.expert_weights + token * p.top_k;
     for (int first = 0; first <= p.top_k; first += BATCH) {
-      float4 values[BATCH];
+      MoeFour values[BATCH];
       float weight[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         int const k = min(first + i, p.top_k);
-        float const* from = ws.outputs + places[k] * p.hidden + h;
-        values[i] = __ldcs(reinterpret_cast<float4 const*>(from));
+        values[i] = MoeFour::load(ws.outputs + (places[k] * p.hidden + h) / 4);
         weight[i] = k < p.top_k ? weights[k] : 1.0f;
       }
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         if (first + i > p.top_k) break;
-        sum.x = fmaf(weight[i], values[i].x, sum.x);
-        sum.y = fmaf(weight[i], values[i].y, sum.y);
-        sum.z = fmaf(weight[i], values[i].z, sum.z);
-        sum.w = fmaf(weight[i], values[i].w, sum.w);
+        values[i].add_to(sum, weight[i]);
       }
     }
   }

@@ -9,9 +9,12 @@ namespace {
 struct FcProduct {
   static constexpr bool kGather = true;
 
+  static constexpr int kNeighbours = 2;
+
+  // Of one half of a tile, gate or up rows: the first neighbour and the first group.
   template <int ROWS>
-  __device__ static int first_row(MoeGemmArgs const& g, int weight_tile, int half) {
-    return weight_tile * ROWS / 2 + half * g.weight_rows / 2;
+  __device__ static int2 rows(MoeGemmArgs const& g, int expert_row, int weight_tile, int half) {
+    return {0, (expert_row + weight_tile * ROWS / 2 + half * g.weight_rows / 2) / 16};
   }
 
   __device__ static float swiglu(MoeGemmArgs const& g, float gate, float up) {
@@ -26,22 +29,19 @@ struct FcProduct {
     int const warp = threadIdx.x / 32 % 4;
     int const first = t.weight_tile * ROWS / 2 + part * 64;
     if (first >= width) return;
+    int const token = lane % 4 * 2;
     __nv_bfloat16* out =
-        g.activations + int64_t{t.place + lane / 4} * width + first + warp * 16 + lane % 4 * 2;
+        g.activations + int64_t{t.place + token} * width + first + warp * 16 + lane / 4 * 2;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-      uint32_t values[2];  // weight rows lane / 4 and + 8, of two tokens each
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        int const at = 4 * j + 2 * i;
-        __nv_bfloat162 const pair = __floats2bfloat162_rn(
-            swiglu(g, sums[0][at], sums[1][at]), swiglu(g, sums[0][at + 1], sums[1][at + 1]));
-        values[i] = ptx::transpose_8x8(reinterpret_cast<uint32_t const&>(pair));
-      }
-      if (8 * j + lane / 4 < t.rows) {
-        auto* target = reinterpret_cast<uint32_t*>(out + int64_t{8 * j} * width);
-        target[0] = values[0];
-        target[4] = values[1];
+        float const* gate = &sums[0][4 * j + i];
+        float const* up = &sums[1][4 * j + i];
+        if (8 * j + token + i < t.rows) {
+          *reinterpret_cast<__nv_bfloat162*>(out + int64_t{8 * j + i} * width) =
+              __floats2bfloat162_rn(swiglu(g, gate[0], up[0]), swiglu(g, gate[2], up[2]));
+        }
       }
     }
   }

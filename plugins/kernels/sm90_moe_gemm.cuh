@@ -7,6 +7,7 @@
 #include "kernels/cluster.cuh"
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
+#include "kernels/sm90_moe_math.cuh"
 #include "kernels/sm90_moe_plan.h"
 #include "kernels/sm90_moe_schedule.cuh"
 #include "kernels/sm90_ptx.cuh"
@@ -18,8 +19,10 @@
 // blocks of 64 weight rows by N tokens. Which rows, and what becomes of the sums, is the `Product`.
 namespace m3::kernels {
 
+// Weights [.., groups, 8, neighbours, K]: a box brings two of the neighbours, so that lane l gets
+// the sums of rows that lie side by side. In shared memory: [groups, 2, 8, 64], 16 rows a warp.
 struct MoeWeightMaps {
-  CUtensorMap part[kMaxExpertParts + 1];  // boxes of half a tile; the last: shared expert
+  CUtensorMap part[kMaxExpertParts + 1];  // the last: shared expert
 };
 
 struct MoeGemmArgs {
@@ -34,7 +37,7 @@ struct MoeGemmArgs {
   float* partials;
   int64_t partial_size;  // floats of one CTA's sums
   __nv_bfloat16* activations;
-  float* outputs;
+  MoeFour* outputs;
   float alpha, limit;
 };
 
@@ -148,8 +151,8 @@ struct MoeGemm {
       CUtensorMap const* map =
           &maps.part[is_shared ? kMaxExpertParts : t.expert / g.experts_per_part];
       int const expert_row = is_shared ? 0 : t.expert % g.experts_per_part * g.weight_rows;
-      int const row0 = expert_row + Product::template first_row<ROWS>(g, t.weight_tile, 0);
-      int const row1 = expert_row + Product::template first_row<ROWS>(g, t.weight_tile, 1);
+      int2 const rows0 = Product::template rows<ROWS>(g, expert_row, t.weight_tile, 0);
+      int2 const rows1 = Product::template rows<ROWS>(g, expert_row, t.weight_tile, 1);
       uint64_t const policy = t.alone ? once : again;
       int const k0 = ahead.s.k0;
       int const k1 = ahead.s.k1;
@@ -159,11 +162,12 @@ struct MoeGemm {
         ptx::barrier_expect(barrier, WEIGHT_BYTES);
         uint32_t const target = stages + ring.stage * STAGE_BYTES;
         if constexpr (SHARERS == 1) {
-          ptx::tma_load(target, map, barrier, k * SM90_MOE_K, row0, policy);
-          ptx::tma_load(target + HALF, map, barrier, k * SM90_MOE_K, row1, policy);
+          ptx::tma_load(target, map, barrier, k * SM90_MOE_K, 0, rows0.x, rows0.y, policy);
+          ptx::tma_load(target + HALF, map, barrier, k * SM90_MOE_K, 0, rows1.x, rows1.y, policy);
         } else {
-          ptx::tma_load_multicast(target + sharer * HALF, map, barrier, k * SM90_MOE_K,
-                                  sharer == 0 ? row0 : row1, 3, policy);
+          int2 const rows = sharer == 0 ? rows0 : rows1;
+          ptx::tma_load_multicast(target + sharer * HALF, map, barrier, k * SM90_MOE_K, 0, rows.x,
+                                  rows.y, 3, policy);
         }
         if (k == k0) ahead.next(*this);
       }
@@ -385,7 +389,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   if (Product::kGather) let_next_kernel_start();
 
   if (warp < 4) {
-    ptx::registers_down<72>();
+    ptx::registers_down<88>();
     if (warp > 0) {
       if (!Product::kGather) wait_for_previous_kernel();
       gemm.load_tokens(threadIdx.x - 32);
@@ -393,7 +397,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
       gemm.load_weights();
     }
   } else {
-    ptx::registers_up<216>();
+    ptx::registers_up<208>();
     if (!Product::kGather) {
       wait_for_previous_kernel();
       let_next_kernel_start();
@@ -407,13 +411,10 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   }
 }
 
-// Encodes the maps and launches one CTA for each multiprocessor. `parts` [p.parts]: weights of
-// [experts / parts, weight_rows, depth]; `shared`: [weight_rows, depth].
-template <class Product, class Shape>
-cudaError_t launch_sm90_moe_gemm_as(MoeParams const& p, void const* const* parts,
-                                    void const* shared, MoeGemmArgs g, Sm90MoeWorkspace const& ws,
-                                    cudaStream_t stream) {
-  g.weight_tiles = static_cast<int>(ceil_div(g.weight_rows, Shape::kRows));
+// What a launch does not vary; ROWS: weight rows of a tile.
+template <int ROWS>
+void fill_sm90_moe_gemm_args(MoeGemmArgs& g, MoeParams const& p, Sm90MoeWorkspace const& ws) {
+  g.weight_tiles = static_cast<int>(ceil_div(g.weight_rows, ROWS));
   g.experts = p.experts;
   g.experts_per_part = p.experts / p.parts;
   g.slots = p.top_k + 1;
@@ -425,18 +426,38 @@ cudaError_t launch_sm90_moe_gemm_as(MoeParams const& p, void const* const* parts
   g.outputs = ws.outputs;
   g.alpha = p.swiglu_alpha;
   g.limit = p.swiglu_limit;
+}
 
-  MoeWeightMaps maps{};
+// `parts` [p.parts]: weights of [experts / parts, weight_rows, depth]; `shared`: [weight_rows,
+// depth].
+template <class Product, int BOX_ROWS>
+cudaError_t encode_sm90_moe_weights(MoeWeightMaps& maps, MoeGemmArgs const& g, MoeParams const& p,
+                                    void const* const* parts, void const* shared) {
   auto const encode = [&g](CUtensorMap& map, void const* data, int experts) {
-    cuuint64_t const dims[] = {static_cast<cuuint64_t>(g.depth),
-                               static_cast<cuuint64_t>(experts) * g.weight_rows};
-    cuuint32_t const box[] = {64, Shape::kRows / 2};
-    return encode_tensor_map(map, data, 2, dims, box);
+    constexpr int NEIGHBOURS = Product::kNeighbours;
+    cuuint64_t const row = static_cast<cuuint64_t>(g.depth) * 2;
+    cuuint64_t const groups = static_cast<cuuint64_t>(experts) * g.weight_rows / (8 * NEIGHBOURS);
+    cuuint64_t const dims[] = {static_cast<cuuint64_t>(g.depth), 8, NEIGHBOURS, groups};
+    cuuint64_t const strides[] = {NEIGHBOURS * row, row, 8 * NEIGHBOURS * row};
+    cuuint32_t const box[] = {64, 8, 2, BOX_ROWS / 16};
+    return encode_tensor_map(map, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, dims, strides, box);
   };
   cudaError_t status = encode(maps.part[kMaxExpertParts], shared, 1);
   for (int i = 0; i < p.parts && status == cudaSuccess; ++i) {
     status = encode(maps.part[i], parts[i], g.experts_per_part);
   }
+  return status;
+}
+
+// Launches one CTA for each multiprocessor.
+template <class Product, class Shape>
+cudaError_t launch_sm90_moe_gemm_as(MoeParams const& p, void const* const* parts,
+                                    void const* shared, MoeGemmArgs g, Sm90MoeWorkspace const& ws,
+                                    cudaStream_t stream) {
+  fill_sm90_moe_gemm_args<Shape::kRows>(g, p, ws);
+  MoeWeightMaps maps{};
+  cudaError_t status =
+      encode_sm90_moe_weights<Product, Shape::kRows / 2>(maps, g, p, parts, shared);
   if (status != cudaSuccess) return status;
 
   int processors = 0;
@@ -463,7 +484,7 @@ cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, v
   if (p.tokens <= 32) {
     launch = in_turn ? launch_sm90_moe_gemm_as<Product, MoeShape<32, 1, true>>
                      : launch_sm90_moe_gemm_as<Product, MoeShape<32, 1, false>>;
-  } else if (average <= 40) {
+  } else if (average <= SM90_MOE_SHORT_TOKENS) {
     launch = in_turn ? launch_sm90_moe_gemm_as<Product, MoeShape<64, 1, true>>
                      : launch_sm90_moe_gemm_as<Product, MoeShape<64, 1, false>>;
   } else if (average <= SM90_MOE_MAX_TOKENS) {

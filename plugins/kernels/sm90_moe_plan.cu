@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "kernels/carver.h"
+#include "kernels/sm90_moe_math.cuh"
 #include "kernels/sm90_moe_plan.h"
 
 namespace m3::kernels {
@@ -30,6 +31,8 @@ size_t sm90_moe_carve(MoeParams const& p, void* base, Sm90MoeWorkspace& ws) {
       std::min(p.tokens * SM90_ROUTER_MAX_SPLITS, std::max<int64_t>(256 * 64, p.tokens));
   Carver carver(base);
   carver.take(ws.logits, logit_rows * p.experts);
+  bool const is_long = p.tokens >= SM90_ROUTER_LONG_TOKENS;
+  carver.take(ws.router_parts, is_long ? 3 * p.experts * p.hidden : 0);
   carver.take(ws.expert_ids, p.tokens * p.top_k);
   carver.take(ws.expert_weights, p.tokens * p.top_k);
   carver.take(ws.rows, rows);
@@ -38,7 +41,7 @@ size_t sm90_moe_carve(MoeParams const& p, void* base, Sm90MoeWorkspace& ws) {
   carver.take(ws.arrivals, 2 * SM90_MOE_MAX_CTAS);
   carver.take(ws.ready, SM90_MOE_DECODE_VISITS);
   carver.take(ws.activations, rows * p.width);
-  carver.take(ws.outputs, rows * p.hidden);
+  carver.take(ws.outputs, rows * p.hidden / 4);
   carver.take(ws.partials, 2 * SM90_MOE_MAX_CTAS * sm90_moe_partial_size(p.tokens));
   return carver.used();
 }

@@ -206,15 +206,21 @@ __global__ void __launch_bounds__(PERMUTE_THREADS)
   int place = block_scan(lower, warp_sums, unused);
   if (threadIdx.x == 0) ws.expert_begin[expert] = place;
 
-  // Each thread takes up to 32 neighbours
-  int const each = min(32, (pairs + threads - 1) / threads);
+  // Each thread takes up to 32 neighbours, four at a time
+  int const each = min(32, (pairs + 4 * threads - 1) / (4 * threads) * 4);
   for (int start = 0; start < pairs; start += each * threads) {
     int const first = start + static_cast<int>(threadIdx.x) * each;
     unsigned mine = 0;
 #pragma unroll 8
-    for (int i = 0; i < each; ++i) {
-      bool const match = first + i < pairs && ws.expert_ids[first + i] == expert;
-      mine |= static_cast<unsigned>(match) << i;
+    for (int i = 0; i < each; i += 4) {
+      if (first + i >= pairs) break;
+      int4 const ids = *reinterpret_cast<int4 const*>(ws.expert_ids + first + i);
+      int const four[] = {ids.x, ids.y, ids.z, ids.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        bool const match = first + i + j < pairs && four[j] == expert;
+        mine |= static_cast<unsigned>(match) << (i + j);
+      }
     }
     int before;
     int const total = block_scan(__popc(mine), warp_sums, before);
@@ -229,14 +235,14 @@ __global__ void __launch_bounds__(PERMUTE_THREADS)
 }
 
 template <int TILES>
-cudaError_t launch_logits(MoeParams const& p, float* logits, cudaStream_t stream) {
+cudaError_t launch_logits(MoeParams const& p, Sm90MoeWorkspace const& ws, cudaStream_t stream) {
   int const splits = sm90_router_splits(p.tokens, p.hidden);
   // A step of few tokens needs many small blocks to read the router at the memory's speed.
   int const warps = p.tokens <= 4 * SM90_ROUTER_TOKENS ? 2 : 8;
   dim3 const grid(static_cast<unsigned>(ceil_div(p.tokens, TILES * 8)), splits,
                   static_cast<unsigned>(ceil_div(p.experts, warps * WARP_EXPERTS)));
   int64_t const depth = ceil_div(p.hidden / 64, splits) * 64;
-  sm90_moe_logits<TILES><<<grid, warps * 32, 0, stream>>>(p, depth, logits);
+  sm90_moe_logits<TILES><<<grid, warps * 32, 0, stream>>>(p, depth, ws.logits);
   return cudaGetLastError();
 }
 
@@ -248,7 +254,7 @@ cudaError_t launch_sm90_moe_route(MoeParams const& p, Sm90MoeWorkspace const& ws
   auto* logits = p.tokens <= 8                        ? launch_logits<1>
                  : p.tokens < SM90_ROUTER_LONG_TOKENS ? launch_logits<8>
                                                       : launch_sm90_moe_long_logits;
-  cudaError_t status = logits(p, ws.logits, stream);
+  cudaError_t status = logits(p, ws, stream);
   if (status != cudaSuccess) return status;
   // Many threads for the many partial sums of each token; long steps have few.
   int const count = p.tokens <= 2048 ? 1 : SELECT_THREADS / 32;

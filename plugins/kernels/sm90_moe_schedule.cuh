@@ -68,6 +68,27 @@ struct MoeTokens {
   bool alone;       // nobody reads the same weights later
 };
 
+// prefix[i] = value(0) + .. + value(i - 1) for i up to `count`, by the block's first warp.
+template <class Value>
+__device__ void prefix_sums(int count, int* prefix, Value const& value) {
+  if (threadIdx.x >= 32) return;
+  int const lane = threadIdx.x;
+  int total = 0;
+  for (int first = 0; first < count; first += 32) {
+    int const i = first + lane;
+    int const mine = i < count ? value(i) : 0;
+    int sum = mine;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      int const other = __shfl_up_sync(~0u, sum, offset);
+      if (lane >= offset) sum += other;
+    }
+    if (i < count) prefix[i] = total + sum - mine;
+    total += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) prefix[count] = total;
+}
+
 // Tables in shared memory, by which a CTA finds the rows of a tile. SHARERS CTAs of a cluster take
 // a tile together: the same weights, each a part of its tokens.
 template <int TOKENS, int SHARERS>
@@ -80,26 +101,10 @@ struct MoeTiles {
     constexpr int CAPACITY = SHARERS * TOKENS;
     for (int i = threadIdx.x; i < experts + 2; i += blockDim.x) begin[i] = expert_begin[i];
     __syncthreads();  // begin
-    if (threadIdx.x >= 32) return;
-    int const lane = threadIdx.x;
-    int total = 0;
-    for (int first = 0; first <= experts; first += 32) {
-      int const i = first + lane;
-      int tiles = 0;
-      if (i <= experts) {
-        int const expert = i == 0 ? experts : i - 1;
-        tiles = (begin[expert + 1] - begin[expert] + CAPACITY - 1) / CAPACITY;
-      }
-      int sum = tiles;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        int const other = __shfl_up_sync(~0u, sum, offset);
-        if (lane >= offset) sum += other;
-      }
-      if (i <= experts) prefix[i] = total + sum - tiles;
-      total += __shfl_sync(~0u, sum, 31);
-    }
-    if (lane == 0) prefix[experts + 1] = total;
+    prefix_sums(experts + 1, prefix, [&](int i) {
+      int const expert = i == 0 ? experts : i - 1;
+      return (begin[expert + 1] - begin[expert] + CAPACITY - 1) / CAPACITY;
+    });
   }
 
   __device__ int count(int experts, int weight_tiles) const {

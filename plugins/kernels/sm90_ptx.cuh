@@ -57,6 +57,14 @@ __device__ inline void tma_load(uint32_t target, CUtensorMap const* map, uint32_
       "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
+__device__ inline void tma_load(uint32_t target, CUtensorMap const* map, uint32_t barrier, int x,
+                                int y, int z, int w, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
+      : "memory");
+}
 // To the same place, and the same barrier, in every CTA of the cluster whose bit is set in `ctas`
 __device__ inline void tma_load_multicast(uint32_t target, CUtensorMap const* map, uint32_t barrier,
                                           int x, int y, uint16_t ctas, uint64_t policy) {
@@ -64,6 +72,16 @@ __device__ inline void tma_load_multicast(uint32_t target, CUtensorMap const* ma
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(target),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(ctas), "l"(policy)
+      : "memory");
+}
+__device__ inline void tma_load_multicast(uint32_t target, CUtensorMap const* map, uint32_t barrier,
+                                          int x, int y, int z, int w, uint16_t ctas,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(
+          target),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(ctas), "l"(policy)
       : "memory");
 }
 // Contiguous bytes, a multiple of 16
@@ -133,14 +151,6 @@ __device__ void registers_up() {
 template <int REGISTERS>
 __device__ void registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-// Transposes an 8 x 8 matrix of 16-bit values held by a warp: lane l has row l / 4, columns
-// 2 (l % 4) and the next.
-__device__ inline uint32_t transpose_8x8(uint32_t x) {
-  uint32_t y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
 }
 
 // Tensor cores, one warp: d += a (16 x 16, rows) * b (16 x 8, columns)
