@@ -197,7 +197,8 @@ def test_steps_do_not_see_each_others_scores() -> None:
     """Back to back in one workspace: what another step left there is never taken for a score."""
     workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     calls = []
-    for turn, lengths in enumerate(([131_072], [9000, 40_000, 2100], [131_072], [3000, 70_000])):
+    steps = ([131_072], [9000, 40_000, 2100], [600_000], [131_072], [3000, 70_000], [700_000])
+    for turn, lengths in enumerate(steps):
         batch = Batch.make(lengths, q_len=turn % 2 + 1, seed=turn)
         q, cache = random_queries(batch, 4), random_cache(batch)
         arguments = (library(), "decode_select", batch, q, cache)
