@@ -4,14 +4,15 @@
 #include "kernels/mma_sync.cuh"
 #include "kernels/smxx_block_select.h"
 
-// The best blocks of one row, found by one block of threads. The last of the bests of 64 groups
+// The best blocks of one row, found by one block of threads. The last of the bests of 32 groups
 // that would be chosen is a lower bound for all; the few blocks that reach it are ranked by
 // counting. All of it waits for itself: instructions count, not bytes.
 namespace m3::kernels::top_blocks {
 
-constexpr int GROUPS = 64;  // of threads: a selection is smaller
+constexpr int GROUPS = 32;  // of threads: a selection is smaller
 constexpr int MAX_CANDIDATES = 512;
-static_assert(kMaxTopK < GROUPS, "a group's best is a candidate");
+constexpr int FEW = 64;  // are ranked without a bound
+static_assert(kMaxTopK <= GROUPS, "a group's best is a candidate");
 
 template <int kThreads>
 struct alignas(16) Shared {
@@ -79,44 +80,52 @@ struct Chunk {
         row(row),
         base(base),
         size(min(SIZE, row.high - base)),
-        is_long(row.high - row.low > 8 * kThreads) {}
+        is_long(row.high - row.low > 4 * (kThreads - Lane<kThreads>::GROUP)) {}
 
   __device__ void copy(int32_t i) const {
     copy_async(shared_address(shared.scores + i), row.scores + base + i, true);
   }
 
-  // Brings the scores, when all of them are written, and zeros for blocks that do not compete.
-  __device__ void load() const {
+  // Brings the scores, when all of them are written, and zeros for blocks that do not compete. The
+  // thread's best.
+  __device__ uint32_t load() const {
 #pragma unroll 4
     for (int32_t i = threadIdx.x * 4; i < size; i += kThreads * 4) copy(i);
+    uint32_t best;
     bool complete;
     do {
       commit_copies();
       wait_copies<0>();
       complete = true;
-#pragma unroll 1
+      best = 0;
+#pragma unroll 2
       for (int32_t i = threadIdx.x * 4; i < size; i += kThreads * 4) {
+        if (base + i < row.low || i + 4 > size) drop_others(i);
         uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + i);
-        bool const inner = base + i >= row.low && i + 4 <= size;
-        if (inner ? min(min(x.x, x.y), min(x.z, x.w)) == 0 : is_absent(i)) {
+        best = max(max(max(best, x.x), max(x.y, x.z)), x.w);
+        if (min(min(x.x, x.y), min(x.z, x.w)) == 0 && is_absent(i)) {
           copy(i);
           complete = false;
         }
       }
     } while (!complete);
     __syncthreads();
+    if (is_long) return best;
+    best = 0;
+#pragma unroll 2
+    for (int k = 0; at(k) < size; ++k) best = max(best, shared.scores[at(k)]);
+    return best;
   }
 
-  // Whether one is still to be written of four scores, some of which do not compete.
+  __device__ void drop_others(int32_t i) const {
+    for (int32_t j = i; j < i + 4; ++j) {
+      if (!row.competes(base + j)) shared.scores[j] = 0;
+    }
+  }
+  // Whether one of these four is still to be written.
   __device__ bool is_absent(int32_t i) const {
     bool absent = false;
-    for (int j = i; j < i + 4; ++j) {
-      if (row.competes(base + j)) {
-        absent |= shared.scores[j] == 0;
-      } else {
-        shared.scores[j] = 0;
-      }
-    }
+    for (int32_t j = i; j < i + 4; ++j) absent |= row.competes(base + j) && shared.scores[j] == 0;
     return absent;
   }
 
@@ -169,14 +178,18 @@ __device__ uint32_t find_bound(Contest const& row, Shared<kThreads>& shared) {
   uint32_t best = 0;
   for (int32_t base = 0; base < row.high; base += Chunk<kThreads>::SIZE) {
     if (base > 0) __syncthreads();  // the chunk before is read
-    Chunk<kThreads> const chunk(shared, row, base);
-    chunk.load();
-    chunk.for_each(0, [&](int, uint32_t x) { best = max(best, x); });
+    best = max(best, Chunk<kThreads>(shared, row, base).load());
   }
   best = lane.reduce(best, [](uint32_t a, uint32_t b) { return max(a, b); });
   if (lane.part == 0) shared.best[lane.group] = best;
   __syncthreads();  // best, and what choose initialised
-  int32_t const larger = count_larger<kThreads>(shared.best, GROUPS, best);
+  int32_t larger = 0;
+#pragma unroll
+  for (int i = lane.part * 4; i < GROUPS; i += lane.GROUP * 4) {
+    uint4 const four = *reinterpret_cast<uint4 const*>(shared.best + i);
+    larger += (four.x > best) + (four.y > best) + (four.z > best) + (four.w > best);
+  }
+  larger = lane.reduce(larger, [](int32_t a, int32_t b) { return a + b; });
   uint32_t const least = __reduce_min_sync(~0u, larger < row.count ? best : ~0u);
   if (threadIdx.x % 32 == 0) atomicMin(&shared.bound_score, least);
   __syncthreads();
@@ -220,7 +233,7 @@ __device__ void choose(Contest const& row, Shared<kThreads>& shared) {
   int const thread = threadIdx.x;
   if (thread < kMaxTopK) shared.chosen[thread] = INT32_MAX;
   if (thread == 0) shared.bound_score = ~0u, shared.num_candidates = 0;
-  if (row.high - row.low <= GROUPS) {  // a group may be empty: all are candidates
+  if (row.high - row.low <= FEW) {  // a group may be empty: all are candidates
     int32_t const block = row.low + thread;
     if (block < row.high) {
       shared.candidates[thread] = rank_key(wait_for_score(row.scores + block), block);

@@ -127,6 +127,16 @@ def test_takes_forced_blocks(rule: Rule) -> None:
     check(batch, q, cache, run(batch, q, cache, rule), rule)
 
 
+@pytest.mark.parametrize("q_len", [1, 8])
+def test_rows_at_the_borders_of_the_ways_to_select(q_len: int) -> None:
+    """Few blocks, short and long rows, rows of several parts; 256 and 128 threads a row."""
+    blocks = [17, 64, 65, 66, 67, 481, 482, 497, 993, 994, 1009, 1010, 4097, 4098]
+    batch = Batch.make([(count - 1) * BLOCK + 77 for count in blocks], q_len=q_len)
+    q, cache = random_queries(batch, 4), random_cache(batch)
+    check(batch, q, cache, run(batch, q, cache))
+    check(batch, q, cache, run(batch, q, cache, Rule(16, 3, 2)), Rule(16, 3, 2))
+
+
 @pytest.mark.parametrize("blocks", [1, 15, 16, 17, 18])
 def test_every_tail(blocks: int) -> None:
     batch = Batch.make([(blocks - 1) * BLOCK + tail for tail in range(1, BLOCK + 1)])
