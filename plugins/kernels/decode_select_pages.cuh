@@ -12,6 +12,7 @@ struct Round {
   uint32_t* scores;      // [count, decode_length, Hi, stride], ordered_score of the floats
   int64_t score_stride;  // max_pages, a multiple of 4
   int32_t processors;
+  int32_t row_warps;  // log2 of the warps that write scores of the same row
 };
 
 struct DecodeRequest {
@@ -55,8 +56,8 @@ class PageCursor {
 
   // To a page that exists, after count_pages.
   __device__ void seek(int32_t page) {
-    for (int32_t base = 0; base < round_.count; base += 32) {
-      if (base != base_) read(base);
+    if (base_ != 0) read(0);
+    for (;;) {
       int32_t upto = lane_blocks_;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
@@ -71,6 +72,7 @@ class PageCursor {
         return;
       }
       page -= __shfl_sync(~0u, upto, 31);
+      read(base_ + 32);
     }
   }
 

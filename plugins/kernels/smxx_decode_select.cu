@@ -205,19 +205,32 @@ struct Scores {
   }
 };
 
-// Calls write(word, column, page) with the word of every score of the pages [begin, end) in the
-// columns first_column, first_column + step, ...; a warp, whose cursor goes from begin to end.
+// Which scores a warp writes: those of its column and every `columns`-th one from there on, there
+// its lane's and every `lanes`-th one from there on.
+struct Turn {
+  int column, columns, lane, lanes;
+
+  __device__ static Turn alone() { return {0, 1, static_cast<int>(threadIdx.x) % 32, 32}; }
+  __device__ static Turn among_warps(int row_warps) {
+    int const warp = threadIdx.x / 32, lanes = 32 << row_warps;
+    return {warp >> row_warps, WARPS >> row_warps, static_cast<int>(threadIdx.x) & (lanes - 1),
+            lanes};
+  }
+};
+
+// Calls write(word, column, page) with the word of every score of the pages [begin, end) that it is
+// the warp's turn for; a warp, whose cursor goes from begin to end.
 template <class F>
 __device__ void for_each_score(PageCursor& cursor, Round const& round, int heads, int32_t begin,
-                               int32_t end, int first_column, int step, F const& write) {
+                               int32_t end, Turn const& turn, F const& write) {
   for (int32_t page = begin; page < end;) {
     if (cursor.pages_left() == 0) cursor.next_request();
     int32_t const count = min(cursor.pages_left(), end - page);
     uint32_t* const rows = cursor.scores() + cursor.block();
 #pragma unroll 1
-    for (int c = first_column; c < cursor.request().num_tokens * heads; c += step) {
+    for (int c = turn.column; c < cursor.request().num_tokens * heads; c += turn.columns) {
 #pragma unroll 1
-      for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
+      for (int32_t i = turn.lane; i < count; i += turn.lanes) {
         write(rows[c * round.score_stride + i], c, page + i);
       }
     }
@@ -256,16 +269,17 @@ __global__ void __launch_bounds__(THREADS, kTiles == 1 ? 2 : 1)
   int const warp = threadIdx.x / 32, heads = p.num_index_heads;
   S const scores{reinterpret_cast<uint32_t*>(memory + WARPS * Ring::BYTES)};
   auto* const shared = reinterpret_cast<typename Ring::Shared*>(scores.staged + S::WORDS);
-  Ring ring(p, cursor, begin, end, memory + warp * Ring::BYTES, shared[warp]);
+  int const spared = early ? 0 : CLEARING_SLICES;
+  Ring ring(p, cursor, begin, end, spared, memory + warp * Ring::BYTES, shared[warp]);
 #pragma unroll 1
-  for (int s = 0; s < kStages; ++s) ring.load(s);
+  for (int s = 0; s < kStages; ++s) ring.template load<true>(s);
   cursor.seek(begin);
   scores.clear();
   __syncthreads();
   ring.wait_for_previous();
   if (warp == CLEARING_WARP && !early) {
     PageCursor clearing = cursor;
-    for_each_score(clearing, round, heads, begin, end, 0, 1,
+    for_each_score(clearing, round, heads, begin, end, Turn::alone(),
                    [](uint32_t& word, int, int32_t) { word = 0; });
     __threadfence();
     __syncwarp();
@@ -283,7 +297,7 @@ __global__ void __launch_bounds__(THREADS, kTiles == 1 ? 2 : 1)
   for (int32_t batch = begin; batch < end; batch += S::PAGES) {
     int32_t const batch_end = min(batch + S::PAGES, end);
 #pragma unroll 1
-    for (Share share = Share::of(batch, batch_end, OF_PAGE); share.next < share.last;) {
+    for (Share share = Share::of(batch, batch_end, OF_PAGE, spared); share.next < share.last;) {
       typename Ring::Mark mark;
       if (ring.take_mark(stage, mark)) {
         missing = mark.missing;
@@ -304,7 +318,7 @@ __global__ void __launch_bounds__(THREADS, kTiles == 1 ? 2 : 1)
       for (float& x : best) x = -INFINITY;
     }
     __syncthreads();  // staged
-    for_each_score(cursor, round, heads, batch, batch_end, warp, WARPS,
+    for_each_score(cursor, round, heads, batch, batch_end, Turn::among_warps(round.row_warps),
                    [&](uint32_t& word, int column, int32_t page) {
                      uint32_t& staged = scores.staged[column * S::PITCH + page - batch];
                      word = staged;
@@ -459,9 +473,15 @@ cudaError_t launch_decode_select(BlockSelectParams const& p, void* workspace, cu
                                                               std::max(p.tokens.max_pages, 1));
   auto const step = static_cast<int32_t>(
       std::clamp<int64_t>(SCORE_BUDGET / request_bytes, 1, p.num_decode_requests));
+  int32_t row_warps = 0;
+  while (p.decode_length * p.num_index_heads << (row_warps + 1) <= WARPS) ++row_warps;
   for (int32_t first = 0; first < p.num_decode_requests; first += step) {
-    Round const round{first, std::min(step, p.num_decode_requests - first),
-                      static_cast<uint32_t*>(workspace), stride, device.processors};
+    Round const round{first,
+                      std::min(step, p.num_decode_requests - first),
+                      static_cast<uint32_t*>(workspace),
+                      stride,
+                      device.processors,
+                      row_warps};
     if (auto const error = launch_round(p, round, device, stream); error != cudaSuccess) {
       return error;
     }

@@ -4,14 +4,15 @@
 #include "kernels/mma_sync.cuh"
 #include "kernels/smxx_block_select.h"
 
-// The best blocks of one row, found by one block of threads. The last of the bests of 64 groups
+// The best blocks of one row, found by one block of threads. The last of the bests of 32 groups
 // that would be chosen is a lower bound for all; the few blocks that reach it are ranked by
 // counting. All of it waits for itself: instructions count, not bytes.
 namespace m3::kernels::top_blocks {
 
-constexpr int GROUPS = 64;  // of threads: a selection is smaller
+constexpr int GROUPS = 32;  // of threads: a selection is smaller
 constexpr int MAX_CANDIDATES = 512;
-static_assert(kMaxTopK < GROUPS, "a group's best is a candidate");
+constexpr int FEW = 64;  // are ranked without a bound
+static_assert(kMaxTopK <= GROUPS, "a group's best is a candidate");
 
 template <int kThreads>
 struct alignas(16) Shared {
@@ -34,6 +35,15 @@ struct Contest {
 
   __device__ bool competes(int32_t block) const { return block >= low && block < high; }
 };
+
+// Past L1, where it may lie from before it was written.
+__device__ inline uint32_t wait_for_score(uint32_t const* score) {
+  uint32_t x;
+  do {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(score) : "memory");
+  } while (x == 0);
+  return x;
+}
 
 // The threads of a group are neighbours.
 template <int kThreads>
@@ -70,35 +80,53 @@ struct Chunk {
         row(row),
         base(base),
         size(min(SIZE, row.high - base)),
-        is_long(row.high - row.low > 8 * kThreads) {}
+        is_long(row.high - row.low > 4 * (kThreads - Lane<kThreads>::GROUP)) {}
 
   __device__ void copy(int32_t i) const {
     copy_async(shared_address(shared.scores + i), row.scores + base + i, true);
   }
-  __device__ bool lacks(int32_t i, uint32_t score) const {
-    return score == 0 && row.competes(base + i);
-  }
 
-  // Brings the scores, when all of them are written.
-  __device__ void load() const {
+  // Brings the scores, when all of them are written, and zeros for blocks that do not compete. The
+  // thread's best.
+  __device__ uint32_t load() const {
 #pragma unroll 4
     for (int32_t i = threadIdx.x * 4; i < size; i += kThreads * 4) copy(i);
+    uint32_t best;
     bool complete;
     do {
       commit_copies();
       wait_copies<0>();
       complete = true;
-#pragma unroll 1
+      best = 0;
+#pragma unroll 2
       for (int32_t i = threadIdx.x * 4; i < size; i += kThreads * 4) {
+        if (base + i < row.low || i + 4 > size) drop_others(i);
         uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + i);
-        if (min(min(x.x, x.y), min(x.z, x.w)) != 0) continue;
-        if (lacks(i, x.x) || lacks(i + 1, x.y) || lacks(i + 2, x.z) || lacks(i + 3, x.w)) {
+        best = max(max(max(best, x.x), max(x.y, x.z)), x.w);
+        if (min(min(x.x, x.y), min(x.z, x.w)) == 0 && is_absent(i)) {
           copy(i);
           complete = false;
         }
       }
     } while (!complete);
     __syncthreads();
+    if (is_long) return best;
+    best = 0;
+#pragma unroll 2
+    for (int k = 0; at(k) < size; ++k) best = max(best, shared.scores[at(k)]);
+    return best;
+  }
+
+  __device__ void drop_others(int32_t i) const {
+    for (int32_t j = i; j < i + 4; ++j) {
+      if (!row.competes(base + j)) shared.scores[j] = 0;
+    }
+  }
+  // Whether one of these four is still to be written.
+  __device__ bool is_absent(int32_t i) const {
+    bool absent = false;
+    for (int32_t j = i; j < i + 4; ++j) absent |= row.competes(base + j) && shared.scores[j] == 0;
+    return absent;
   }
 
   // Where the thread's k-th score stands.
@@ -107,27 +135,29 @@ struct Chunk {
     if (!is_long) return k * kThreads + lane.part * GROUPS + lane.group;
     return (k / 4 * kThreads + static_cast<int32_t>(threadIdx.x)) * 4 + k % 4;
   }
-  // Calls visit(k, score, block) for the thread's scores.
+
+  // Calls visit(k, score) for the thread's scores that are at least `least`.
   template <class F>
-  __device__ void for_each(F const& visit) const {
+  __device__ void for_each(uint32_t least, F const& visit) const {
     if (is_long) {
 #pragma unroll 2
       for (int k = 0; at(k) < size; k += 4) {
-        int32_t const i = at(k);
-        uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + i);
-        uint32_t const four[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          visit(k + j, row.competes(base + i + j) ? four[j] : 0, base + i + j);
+        uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + at(k));
+        if (max(max(x.x, x.y), max(x.z, x.w)) < least) continue;
+        if (x.x >= least) visit(k, x.x);
+        if (x.y >= least) visit(k + 1, x.y);
+        if (x.z >= least) visit(k + 2, x.z);
+        if (x.w >= least) visit(k + 3, x.w);
       }
     } else {
 #pragma unroll 2
       for (int k = 0; at(k) < size; ++k) {
-        int32_t const i = at(k);
-        visit(k, base + i >= row.low ? shared.scores[i] : 0, base + i);
+        uint32_t const x = shared.scores[at(k)];
+        if (x >= least) visit(k, x);
       }
     }
   }
+  __device__ uint64_t key(int k) const { return rank_key(shared.scores[at(k)], base + at(k)); }
 };
 
 // How many of keys[0 .. count) are larger, for all lanes of a group.
@@ -148,14 +178,18 @@ __device__ uint32_t find_bound(Contest const& row, Shared<kThreads>& shared) {
   uint32_t best = 0;
   for (int32_t base = 0; base < row.high; base += Chunk<kThreads>::SIZE) {
     if (base > 0) __syncthreads();  // the chunk before is read
-    Chunk<kThreads> const chunk(shared, row, base);
-    chunk.load();
-    chunk.for_each([&](int, uint32_t x, int32_t) { best = max(best, x); });
+    best = max(best, Chunk<kThreads>(shared, row, base).load());
   }
   best = lane.reduce(best, [](uint32_t a, uint32_t b) { return max(a, b); });
   if (lane.part == 0) shared.best[lane.group] = best;
   __syncthreads();  // best, and what choose initialised
-  int32_t const larger = count_larger<kThreads>(shared.best, GROUPS, best);
+  int32_t larger = 0;
+#pragma unroll
+  for (int i = lane.part * 4; i < GROUPS; i += lane.GROUP * 4) {
+    uint4 const four = *reinterpret_cast<uint4 const*>(shared.best + i);
+    larger += (four.x > best) + (four.y > best) + (four.z > best) + (four.w > best);
+  }
+  larger = lane.reduce(larger, [](int32_t a, int32_t b) { return a + b; });
   uint32_t const least = __reduce_min_sync(~0u, larger < row.count ? best : ~0u);
   if (threadIdx.x % 32 == 0) atomicMin(&shared.bound_score, least);
   __syncthreads();
@@ -166,14 +200,13 @@ __device__ uint32_t find_bound(Contest const& row, Shared<kThreads>& shared) {
 template <int kThreads>
 __device__ void add_candidates(Chunk<kThreads> const& chunk, uint64_t bound) {
   uint32_t reaching = 0;
-  chunk.for_each([&](int k, uint32_t x, int32_t block) {
-    if (x != 0 && rank_key(x, block) >= bound) reaching |= 1u << k;
+  chunk.for_each(static_cast<uint32_t>(bound >> 32), [&](int k, uint32_t) {
+    if (chunk.key(k) >= bound) reaching |= 1u << k;
   });
   if (reaching == 0) return;
   int32_t to = atomicAdd(&chunk.shared.num_candidates, __popc(reaching));
   for (; reaching != 0 && to < MAX_CANDIDATES; reaching &= reaching - 1, ++to) {
-    int32_t const i = chunk.at(__ffs(static_cast<int>(reaching)) - 1);
-    chunk.shared.candidates[to] = rank_key(chunk.shared.scores[i], chunk.base + i);
+    chunk.shared.candidates[to] = chunk.key(__ffs(static_cast<int>(reaching)) - 1);
   }
 }
 
@@ -200,14 +233,19 @@ __device__ void choose(Contest const& row, Shared<kThreads>& shared) {
   int const thread = threadIdx.x;
   if (thread < kMaxTopK) shared.chosen[thread] = INT32_MAX;
   if (thread == 0) shared.bound_score = ~0u, shared.num_candidates = 0;
-  // With so few blocks a group may be empty: all are candidates.
-  bool const few = row.high - row.low <= GROUPS;
-  uint64_t bound = few ? 0 : uint64_t{find_bound(row, shared)} << 32;
-  bool const reload = few || row.high > Chunk<kThreads>::SIZE;
+  if (row.high - row.low <= FEW) {  // a group may be empty: all are candidates
+    int32_t const block = row.low + thread;
+    if (block < row.high) {
+      shared.candidates[thread] = rank_key(wait_for_score(row.scores + block), block);
+    }
+    __syncthreads();  // candidates
+    return rank_candidates(row, row.high - row.low, shared);
+  }
+  uint64_t bound = uint64_t{find_bound(row, shared)} << 32;
   for (;;) {
     for (int32_t base = 0; base < row.high; base += Chunk<kThreads>::SIZE) {
       Chunk<kThreads> const chunk(shared, row, base);
-      if (reload) {
+      if (row.high > Chunk<kThreads>::SIZE) {
         __syncthreads();  // the chunk before is read
         chunk.load();
       }

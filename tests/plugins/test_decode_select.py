@@ -127,6 +127,16 @@ def test_takes_forced_blocks(rule: Rule) -> None:
     check(batch, q, cache, run(batch, q, cache, rule), rule)
 
 
+@pytest.mark.parametrize("q_len", [1, 8])
+def test_rows_at_the_borders_of_the_ways_to_select(q_len: int) -> None:
+    """Few blocks, short and long rows, rows of several parts; 256 and 128 threads a row."""
+    blocks = [17, 64, 65, 66, 67, 481, 482, 497, 993, 994, 1009, 1010, 4097, 4098]
+    batch = Batch.make([(count - 1) * BLOCK + 77 for count in blocks], q_len=q_len)
+    q, cache = random_queries(batch, 4), random_cache(batch)
+    check(batch, q, cache, run(batch, q, cache))
+    check(batch, q, cache, run(batch, q, cache, Rule(16, 3, 2)), Rule(16, 3, 2))
+
+
 @pytest.mark.parametrize("blocks", [1, 15, 16, 17, 18])
 def test_every_tail(blocks: int) -> None:
     batch = Batch.make([(blocks - 1) * BLOCK + tail for tail in range(1, BLOCK + 1)])
@@ -197,7 +207,8 @@ def test_steps_do_not_see_each_others_scores() -> None:
     """Back to back in one workspace: what another step left there is never taken for a score."""
     workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     calls = []
-    for turn, lengths in enumerate(([131_072], [9000, 40_000, 2100], [131_072], [3000, 70_000])):
+    steps = ([131_072], [9000, 40_000, 2100], [600_000], [131_072], [3000, 70_000], [700_000])
+    for turn, lengths in enumerate(steps):
         batch = Batch.make(lengths, q_len=turn % 2 + 1, seed=turn)
         q, cache = random_queries(batch, 4), random_cache(batch)
         arguments = (library(), "decode_select", batch, q, cache)
