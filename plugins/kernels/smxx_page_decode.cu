@@ -20,6 +20,7 @@ struct alignas(1024) PageShared {
   float out[PAGES][kHeadSize];  // of the block's row, from the blocks of the cluster
   float2 totals[PAGES];         // maximum and sum of the weights
   uint64_t arrived, queries_arrived, keys_arrived;
+  int2 found;  // the block's page, and how many of its keys the item sees
 };
 
 // An item's row of the page table, an input of the step: in shared memory before the selection is
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
   }
   item.resolve();
   TableRow const table(p.tokens, item, shared);
+  fence_bulk();  // the keys take its place
   __syncthreads();
   cluster_wait();  // all blocks have started
   // So far only inputs of the step were used, from here on results of its kernels.
@@ -108,23 +110,29 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
     expect_bulk(queries_arrived, group * ROW_BYTES);
     copy_bulk(shared_address(shared.rows), queries, queries_arrived, group * ROW_BYTES);
   }
-  int2 const page = find_page(p, item, table, rank);
-  fence_bulk();
-  __syncthreads();  // the table has been read
+  DecodeView const& view = p.view;
+  int64_t const channel = item.head() * view.head_stride;
+  if (warp == 0) {  // the only one that reads the table, so it need not wait for others
+    int2 const found = find_page(p, item, table, rank);
+    if (lane == 0) {
+      if (found.x >= 0) {
+        int const id = found.x * view.ids_per_page + item.head() * view.ids_per_head;
+        expect_bulk(keys_arrived, sizeof(shared.page));
+#pragma unroll
+        for (int c = 0; c < static_cast<int>(sizeof(Cache)); ++c) {
+          copy_bulk(shared_address(shared.page) + c * kBlockSize * 128, &maps.keys, keys_arrived,
+                    static_cast<int>(channel) + 64 * c, 0, id);
+        }
+      }
+      shared.found = found;
+    }
+  }
+  __syncthreads();
+  int2 const page = shared.found;
   float maximum[2] = {-INFINITY, -INFINITY};
   float out[2][4] = {};
   if (page.x >= 0) {
-    DecodeView const& view = p.view;
     int const id = page.x * view.ids_per_page + item.head() * view.ids_per_head;
-    int64_t const channel = item.head() * view.head_stride;
-    if (threadIdx.x == 0) {
-      expect_bulk(keys_arrived, sizeof(shared.page));
-#pragma unroll
-      for (int c = 0; c < static_cast<int>(sizeof(Cache)); ++c) {
-        copy_bulk(shared_address(shared.page) + c * kBlockSize * 128, &maps.keys, keys_arrived,
-                  static_cast<int>(channel) + 64 * c, 0, id);
-      }
-    }
     HeldValues<Cache> values;
     values.load(static_cast<Cache const*>(view.values) + id * view.page_stride + channel,
                 view.token_stride, page.y);
