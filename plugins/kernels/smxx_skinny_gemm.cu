@@ -37,7 +37,7 @@ struct Plan {
   __host__ __device__ int slot_bytes() const { return tile_rows * PIECE_BYTES; }
 };
 
-__host__ __device__ int x_pitch(int32_t k) {
+__host__ __device__ int64_t x_pitch(int64_t k) {
   return 2 * k + X_PADDING;
 }
 
@@ -47,11 +47,11 @@ class PieceRing {
   __device__ PieceRing(SkinnyGemmParams const& p, Plan const& plan, int64_t first, int64_t end,
                        Shared& shared, uint8_t* memory)
       : weight_(static_cast<uint8_t const*>(p.weight)),
-        pitch_(2 * int64_t{p.k}),
+        pitch_(2 * p.k),
         plan_(plan),
         tile_(first),
         end_(end),
-        num_pieces_(p.k / PIECE),
+        num_pieces_(static_cast<int32_t>(p.k / PIECE)),
         piece_(warp()),
         barriers_(shared_address(shared.full[warp()])),
         slots_(shared_address(memory) + warp() * plan.stages * plan.slot_bytes()) {
@@ -164,26 +164,27 @@ __global__ void __launch_bounds__(THREADS)
   int64_t const begin = p.n * blockIdx.x / gridDim.x, end = p.n * (blockIdx.x + 1) / gridDim.x;
   let_next_kernel_start();
   PieceRing ring(p, plan, begin, end, shared, ring_memory);
+  auto const row_bytes = static_cast<int>(2 * p.k), pitch = static_cast<int>(x_pitch(p.k));
+  auto const tokens = static_cast<int>(p.m);
   if (threadIdx.x == 0) {
     init_bulk_barrier(shared_address(&shared.x_full));
-    expect_bulk(shared_address(&shared.x_full), 2 * p.m * p.k);
+    expect_bulk(shared_address(&shared.x_full), tokens * row_bytes);
   }
   __syncthreads();
   wait_for_previous_kernel();
-  if (warp < p.m) {
-    auto const* const from = static_cast<uint8_t const*>(p.x) + int64_t{warp} * p.k * 2;
-    for (int at = lane * PIECE_BYTES; at < 2 * p.k; at += 32 * PIECE_BYTES) {
-      copy_bulk(x + warp * x_pitch(p.k) + at, from + at, shared_address(&shared.x_full),
-                PIECE_BYTES);
+  if (warp < tokens) {
+    auto const* const from = static_cast<uint8_t const*>(p.x) + warp * row_bytes;
+    for (int at = lane * PIECE_BYTES; at < row_bytes; at += 32 * PIECE_BYTES) {
+      copy_bulk(x + warp * pitch + at, from + at, shared_address(&shared.x_full), PIECE_BYTES);
     }
   }
   wait_bulk(shared_address(&shared.x_full), 0);
 
-  uint32_t const own_x = x + min(lane / 4, p.m - 1) * x_pitch(p.k) + lane % 4 * 16;
+  uint32_t const own_x = x + min(lane / 4, tokens - 1) * pitch + lane % 4 * 16;
   int parity = 0;
   for (int64_t tile = begin; tile < end; tile += plan.tile_rows, parity ^= 1) {
     float sums[4] = {};
-    for (int at = warp * PIECE_BYTES; at < 2 * p.k; at += WARPS * PIECE_BYTES) {
+    for (int at = warp * PIECE_BYTES; at < row_bytes; at += WARPS * PIECE_BYTES) {
       multiply_piece(sums, ring.wait(), own_x + at);
       ring.release();
     }
@@ -195,31 +196,35 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// How the weights pass through shared memory; too few stages when they do not.
-cudaError_t make_plan(SkinnyGemmParams const& p, Plan& plan, int& processors, int& bytes) {
+struct Launch {
+  Plan plan;  // no stages: x leaves the weights too little shared memory
+  int processors;
+  int64_t shared_bytes;
+};
+
+cudaError_t make_launch(SkinnyGemmParams const& p, Launch& to) {
   int room = 0;
   cudaError_t status = read_attribute(room, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (status == cudaSuccess) status = count_processors(processors);
+  if (status == cudaSuccess) status = count_processors(to.processors);
   if (status != cudaSuccess) return status;
-  int64_t const rows = ceil_div(p.n, processors), tiles = ceil_div(rows, TILE);
-  plan.tile_rows = static_cast<int32_t>(ceil_div(rows, tiles));
-  int const fixed = SHARED_BYTES + p.m * x_pitch(p.k), stage = WARPS * plan.slot_bytes();
-  int64_t const wanted = tiles * ceil_div(p.k / PIECE, WARPS);
-  plan.stages =
-      static_cast<int32_t>(std::min<int64_t>({wanted, (room - fixed) / stage, MAX_STAGES}));
-  if (plan.stages < std::min<int64_t>(wanted, LEAST_STAGES)) plan.stages = 0;
-  bytes = fixed + plan.stages * stage;
+  int64_t const rows = ceil_div(p.n, to.processors), tiles = ceil_div(rows, TILE);
+  to.plan.tile_rows = static_cast<int32_t>(ceil_div(rows, tiles));
+  int64_t const fixed = SHARED_BYTES + p.m * x_pitch(p.k), stage = WARPS * to.plan.slot_bytes();
+  int64_t const pieces = tiles * ceil_div(p.k / PIECE, WARPS);  // of the first warp
+  int64_t const stages = std::min<int64_t>({pieces, (room - fixed) / stage, MAX_STAGES});
+  to.plan.stages = stages < std::min<int64_t>(pieces, LEAST_STAGES) ? 0 : static_cast<int>(stages);
+  to.shared_bytes = fixed + to.plan.stages * stage;
   return cudaSuccess;
 }
 
 template <class T>
-cudaError_t launch(SkinnyGemmParams const& p, Plan const& plan, int processors, int bytes,
-                   cudaStream_t stream) {
-  cudaError_t const status = cudaFuncSetAttribute(
-      skinny_gemm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+cudaError_t launch(SkinnyGemmParams const& p, Launch const& with, cudaStream_t stream) {
+  auto const kernel = skinny_gemm_kernel<T>;
+  auto const bytes = static_cast<int>(with.shared_bytes);
+  cudaError_t const status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
-  return launch_behind(skinny_gemm_kernel<T>, dim3(processors), dim3(THREADS), bytes, stream, p,
-                       plan);
+  return launch_behind(kernel, dim3(with.processors), dim3(THREADS), bytes, stream, p, with.plan);
 }
 
 bool is_aligned(void const* p) {
@@ -230,21 +235,19 @@ bool is_aligned(void const* p) {
 
 bool has_skinny_gemm(SkinnyGemmParams const& p) {
   if (p.m < 1 || p.m > MAX_M || p.n < 1 || p.k < PIECE || p.k % PIECE != 0) return false;
-  if (!is_aligned(p.x) || !is_aligned(p.weight)) return false;
-  if (compiled_version(skinny_gemm_kernel<float>) < 90) return false;
-  Plan plan;
-  int processors = 0, bytes = 0;
-  return make_plan(p, plan, processors, bytes) == cudaSuccess && plan.stages > 0;
+  Launch with;
+  return is_aligned(p.x) && is_aligned(p.weight) &&
+         compiled_version(skinny_gemm_kernel<float>) >= 90 && make_launch(p, with) == cudaSuccess &&
+         with.plan.stages > 0;
 }
 
 cudaError_t launch_skinny_gemm(SkinnyGemmParams const& p, cudaStream_t stream) {
   if (!has_skinny_gemm(p)) return cudaErrorInvalidValue;
-  Plan plan;
-  int processors = 0, bytes = 0;
-  cudaError_t const status = make_plan(p, plan, processors, bytes);
+  Launch with;
+  cudaError_t const status = make_launch(p, with);
   if (status != cudaSuccess) return status;
-  return p.out_type == Type::kFloat32 ? launch<float>(p, plan, processors, bytes, stream)
-                                      : launch<__nv_bfloat16>(p, plan, processors, bytes, stream);
+  return p.out_type == Type::kFloat32 ? launch<float>(p, with, stream)
+                                      : launch<__nv_bfloat16>(p, with, stream);
 }
 
 }  // namespace m3::kernels

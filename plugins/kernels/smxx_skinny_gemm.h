@@ -14,8 +14,7 @@ struct SkinnyGemmParams {
   void const* x;       // bf16 [M, K]
   void const* weight;  // bf16 [N, K]
   void* y;             // [M, N]
-  int64_t n;
-  int32_t m, k;
+  int64_t m, n, k;
   Type out_type;  // of y: fp32 or bf16
 };
 
