@@ -153,7 +153,7 @@ __device__ void write_tile(SkinnyGemmParams const& p, float const (&sums)[WARPS]
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 2)
     skinny_gemm_kernel(__grid_constant__ SkinnyGemmParams const p,
                        __grid_constant__ Plan const plan) {
   extern __shared__ __align__(128) uint8_t memory[];
