@@ -114,17 +114,20 @@ __device__ void load_row(uint32_t (&near)[4], uint32_t (&far)[4], uint32_t row, 
   }
 }
 
-// sums += a piece of the weight times x. A lane's 16 bytes are eight neighbouring channels: which
-// ones meet in a product is free.
-__device__ void multiply_piece(float (&sums)[4], uint32_t weight, uint32_t x) {
+// sums += a piece of `rows` rows of the weight times x; further sums become rubbish. A lane's 16
+// bytes are eight neighbouring channels: which ones meet in a product is free.
+__device__ void multiply_piece(float (&sums)[4], uint32_t weight, int rows, uint32_t x) {
   int const lane = static_cast<int>(threadIdx.x) % 32;
-  uint32_t const row = weight + lane / 4 * PIECE_BYTES + lane % 4 * 16;
+  auto const address = [&](int row) {
+    return weight + min(row, rows - 1) * PIECE_BYTES + lane % 4 * 16;
+  };
+  uint32_t const low_row = address(lane / 4), high_row = address(lane / 4 + 8);
   bool const odd = lane / 4 % 2 != 0;
 #pragma unroll
   for (int half = 0; half < PIECE_BYTES; half += 128) {
     uint32_t low[2][4], high[2][4];
-    load_row(low[0], low[1], row + half, odd);
-    load_row(high[0], high[1], row + 8 * PIECE_BYTES + half, odd);
+    load_row(low[0], low[1], low_row + half, odd);
+    load_row(high[0], high[1], high_row + half, odd);
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
       uint32_t b[4];
@@ -185,7 +188,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   for (int64_t tile = begin; tile < end; tile += plan.tile_rows, parity ^= 1) {
     float sums[4] = {};
     for (int at = warp * PIECE_BYTES; at < row_bytes; at += WARPS * PIECE_BYTES) {
-      multiply_piece(sums, ring.wait(), own_x + at);
+      multiply_piece(sums, ring.wait(), plan.tile_rows, own_x + at);
       ring.release();
     }
     auto& of_warp = shared.sums[parity][warp];
