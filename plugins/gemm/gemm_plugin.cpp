@@ -5,6 +5,7 @@
 #include "common/creator.h"
 #include "common/cublaslt.h"
 #include "kernels/smxx_gemm_epilogue.h"
+#include "kernels/smxx_skinny_gemm.h"
 
 namespace m3 {
 
@@ -25,6 +26,22 @@ Sizes sizes(Dims const& x, Dims const& weight) {
   int64_t rows = 1;
   for (int32_t i = 0; i + 1 < x.nbDims; ++i) rows *= x.d[i];
   return {rows, dim(weight, 2, 0, "weight"), dim(weight, 2, 1, "weight")};
+}
+
+// Decode steps; false when cuBLASLt has to do it.
+bool multiply_few_rows(Step const& step, Sizes const& s) {
+  if (step.in[0].type != DataType::kBF16) return false;
+  kernels::SkinnyGemmParams p{};
+  p.x = step.inputs[0];
+  p.weight = step.inputs[1];
+  p.y = step.outputs[0];
+  p.m = s.m;
+  p.n = s.n;
+  p.k = s.k;
+  p.out_type = kernel_type(step.out[0].type);
+  if (!kernels::has_skinny_gemm(p)) return false;
+  check_launch(kernels::launch_skinny_gemm(p, step.stream), "skinny_gemm");
+  return true;
 }
 
 int64_t slab_rows(Sizes const& s) {
@@ -100,6 +117,7 @@ void GemmPlugin::enqueue_step(Step const& step) const {
   bool const has_bias = attributes().has_bias != 0;
   bool const own = own_epilogue(type);
   bool const in_workspace = float_sums_in_workspace(type);
+  if (!own && !has_bias && multiply_few_rows(step, s)) return;
   void const* bias = has_bias ? step.inputs[2] : nullptr;
   int64_t const slab = in_workspace ? slab_rows(s) : s.m;
 

@@ -116,6 +116,27 @@ def test_is_exact_product(size: str, variant: str, dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.full
 @pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("variant", ["plain", "logits"])
+@pytest.mark.parametrize(("n", "k"), [(1, 128), (333, 384), (2113, 1536), (6144, 1024)])
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_few_rows(rows: int, n: int, k: int, variant: str) -> None:
+    """Up to 8 rows have a kernel of their own: fewer rows of the weight than multiprocessors, a
+    tile of sixteen or several, warps with many, one or no pieces of K."""
+    check("bf16", variant, rows, n, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("rows", [1, 5, 6, 8])
+def test_few_rows_of_many_channels(rows: int) -> None:
+    """Rows that leave the weights most of the shared memory, just enough, and too little."""
+    check("bf16", "plain", rows, 2200, 12288)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
 def test_long_input_goes_slab_by_slab() -> None:
     """7,000 x 5,120 fp32 sums exceed the workspace that waits for the epilogue."""
     check("bf16", "gelu", 7000, 5120, 64)
