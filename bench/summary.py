@@ -189,13 +189,15 @@ def steps_sentence(found: Eras) -> str:
     one, parts = {"model": "slice", "tp_size": 1}, (found.plain, found.now)
     long = one | {"step": "decode", "context": 131072}
     many = one | {"step": "decode", "context": 8192, "batch": 128}
+    at = found.exchanged[0]["commit"] if found.exchanged else None
+    same = [record for record in found.now if record["commit"] == at]
     decode = ", ".join(_arrow(parts, **long, batch=batch) for batch in BATCHES)
     return (
         f"**Whole steps** of one dense and five sparse layers at TP 1, {PLAIN_MSA} (plain MSA"
         f" kernels) → {found.now[0]['commit'] if found.now else 'none'}. Decode on 128k at batch"
         f" {', '.join(map(str, BATCHES))}: {decode}; prefill of 8k"
         f" {_arrow(parts, **one, step='prefill', context=0)}. Batch 128 on 8k, with nothing but"
-        f" the MSA kernels exchanged: {_arrow((found.exchanged, found.now), **many)}."
+        f" the MSA kernels exchanged, at {at}: {_arrow((found.exchanged, same), **many)}."
     )
 
 
