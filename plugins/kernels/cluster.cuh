@@ -41,6 +41,12 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
+// Both halves.
+__device__ inline void meet_cluster() {
+  cluster_arrive();
+  cluster_wait();
+}
+
 // A barrier in shared memory that counts the bytes which other blocks store here: one thread
 // initialises it and, for each phase, says how many to expect; all others wait.
 __device__ inline void init_exchange(uint64_t* barrier) {

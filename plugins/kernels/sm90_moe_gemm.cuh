@@ -381,11 +381,8 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   // The lists were made before the kernel that makes proj's input began: only fc has to wait here.
   if (Product::kGather) wait_for_previous_kernel();
   shared.tiles.fill(g.expert_begin, g.experts);
-  __syncthreads();    // barriers, tiles
-  if (SHARERS > 1) {  // barriers of the others
-    cluster_arrive();
-    cluster_wait();
-  }
+  __syncthreads();                  // barriers, tiles
+  if (SHARERS > 1) meet_cluster();  // barriers of the others
   if (Product::kGather) let_next_kernel_start();
 
   if (warp < 4) {
@@ -406,8 +403,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   }
   if (SHARERS > 1) {  // a CTA that is gone cannot be written to
     __syncwarp();
-    cluster_arrive();
-    cluster_wait();
+    meet_cluster();
   }
 }
 

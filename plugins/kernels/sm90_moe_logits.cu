@@ -65,8 +65,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     ptx::barrier_init_fence();
   }
   __syncthreads();  // barriers
-  cluster_arrive();
-  cluster_wait();  // those of the other block
+  meet_cluster();   // those of the other block
   int const token0 = static_cast<int>(blockIdx.x) * TOKENS;
   int const expert0 = static_cast<int>(blockIdx.z) * EXPERTS;
   int const begin = static_cast<int>(blockIdx.y) * split_stages;
@@ -130,8 +129,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
   }
   __syncwarp();
-  cluster_arrive();  // a block that is gone cannot be written to
-  cluster_wait();
+  meet_cluster();  // a block that is gone cannot be written to
 }
 
 }  // namespace

@@ -325,11 +325,8 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   }
   // The lists were made before the kernel that makes the input began.
   shared.tables.fill(g.expert_begin, g.experts);
-  __syncthreads();    // barriers, tables
-  if (SHARERS > 1) {  // barriers of the others
-    cluster_arrive();
-    cluster_wait();
-  }
+  __syncthreads();                  // barriers, tables
+  if (SHARERS > 1) meet_cluster();  // barriers of the others
 
   if (threadIdx.x < 128) {
     ptx::registers_down<40>();
@@ -347,8 +344,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   }
   if (SHARERS > 1) {  // a CTA that is gone cannot be written to
     __syncwarp();
-    cluster_arrive();
-    cluster_wait();
+    meet_cluster();
   }
 }
 

@@ -199,6 +199,10 @@ __global__ void __launch_bounds__(THREADS, 2)
   }
 }
 
+bool is_aligned(void const* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
+
 struct Launch {
   int piece;
   Plan plan;  // no stages: x leaves the weights too little shared memory
@@ -206,11 +210,16 @@ struct Launch {
   int64_t shared_bytes;
 };
 
-cudaError_t make_launch(SkinnyGemmParams const& p, Launch& to) {
+// False for what the kernel does not take.
+bool make_launch(SkinnyGemmParams const& p, Launch& to) {
+  if (p.m < 1 || p.m > MAX_M || p.n < 1 || p.k < 1 || 2 * p.k % SHORT_PIECE != 0) return false;
   int room = 0;
-  cudaError_t status = read_attribute(room, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (status == cudaSuccess) status = count_processors(to.processors);
-  if (status != cudaSuccess) return status;
+  if (!is_aligned(p.x) || !is_aligned(p.weight) ||
+      compiled_version(skinny_gemm_kernel<float, SHORT_PIECE>) < 90 ||
+      read_attribute(room, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess ||
+      count_processors(to.processors) != cudaSuccess) {
+    return false;
+  }
   int64_t const rows = ceil_div(p.n, to.processors), tiles = ceil_div(rows, TILE);
   to.plan.tile_rows = static_cast<int32_t>(ceil_div(rows, tiles));
   int64_t const fixed = SHARED_BYTES + p.m * x_pitch(p.k);
@@ -226,7 +235,7 @@ cudaError_t make_launch(SkinnyGemmParams const& p, Launch& to) {
     to.shared_bytes = fixed + to.plan.stages * stage;
     if (enough && 2 * p.k % (WARPS * piece) == 0) break;
   }
-  return cudaSuccess;
+  return to.plan.stages > 0;
 }
 
 template <class T, int kPiece>
@@ -245,25 +254,16 @@ cudaError_t launch(SkinnyGemmParams const& p, Launch const& with, cudaStream_t s
                                   : launch<T, SHORT_PIECE>(p, with, stream);
 }
 
-bool is_aligned(void const* p) {
-  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-}
-
 }  // namespace
 
 bool has_skinny_gemm(SkinnyGemmParams const& p) {
-  if (p.m < 1 || p.m > MAX_M || p.n < 1 || p.k < 1 || 2 * p.k % SHORT_PIECE != 0) return false;
   Launch with;
-  return is_aligned(p.x) && is_aligned(p.weight) &&
-         compiled_version(skinny_gemm_kernel<float, SHORT_PIECE>) >= 90 &&
-         make_launch(p, with) == cudaSuccess && with.plan.stages > 0;
+  return make_launch(p, with);
 }
 
 cudaError_t launch_skinny_gemm(SkinnyGemmParams const& p, cudaStream_t stream) {
-  if (!has_skinny_gemm(p)) return cudaErrorInvalidValue;
   Launch with;
-  cudaError_t const status = make_launch(p, with);
-  if (status != cudaSuccess) return status;
+  if (!make_launch(p, with)) return cudaErrorInvalidValue;
   return p.out_type == Type::kFloat32 ? launch<float>(p, with, stream)
                                       : launch<__nv_bfloat16>(p, with, stream);
 }

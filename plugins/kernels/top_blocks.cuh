@@ -136,7 +136,7 @@ struct Chunk {
     return (k / 4 * kThreads + static_cast<int32_t>(threadIdx.x)) * 4 + k % 4;
   }
 
-  // Calls visit(k, score) for the thread's scores that are at least `least`.
+  // Calls visit(k) for the thread's scores that are at least `least`.
   template <class F>
   __device__ void for_each(uint32_t least, F const& visit) const {
     if (is_long) {
@@ -144,16 +144,15 @@ struct Chunk {
       for (int k = 0; at(k) < size; k += 4) {
         uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + at(k));
         if (max(max(x.x, x.y), max(x.z, x.w)) < least) continue;
-        if (x.x >= least) visit(k, x.x);
-        if (x.y >= least) visit(k + 1, x.y);
-        if (x.z >= least) visit(k + 2, x.z);
-        if (x.w >= least) visit(k + 3, x.w);
+        if (x.x >= least) visit(k);
+        if (x.y >= least) visit(k + 1);
+        if (x.z >= least) visit(k + 2);
+        if (x.w >= least) visit(k + 3);
       }
     } else {
 #pragma unroll 2
       for (int k = 0; at(k) < size; ++k) {
-        uint32_t const x = shared.scores[at(k)];
-        if (x >= least) visit(k, x);
+        if (shared.scores[at(k)] >= least) visit(k);
       }
     }
   }
@@ -200,7 +199,7 @@ __device__ uint32_t find_bound(Contest const& row, Shared<kThreads>& shared) {
 template <int kThreads>
 __device__ void add_candidates(Chunk<kThreads> const& chunk, uint64_t bound) {
   uint32_t reaching = 0;
-  chunk.for_each(static_cast<uint32_t>(bound >> 32), [&](int k, uint32_t) {
+  chunk.for_each(static_cast<uint32_t>(bound >> 32), [&](int k) {
     if (chunk.key(k) >= bound) reaching |= 1u << k;
   });
   if (reaching == 0) return;
