@@ -240,15 +240,15 @@ def test_rows_that_see_all_blocks_have_the_bits_of_dense_attention(
 def test_small_chunks_are_inverted_like_large_ones(library: Any, wgmma: bool) -> None:
     """A request has the bits that it has among 40 others, whose inversion takes three kernels."""
     alone, among = (
-        Case(make_step([Request(600, 4000)] + [Request(3, 3)] * others, seed=4), "gqa16")
+        Case(make_step([Request(300, 4000)] + [Request(3, 3)] * others, seed=4), "gqa16")
         for others in (0, 40)
     )
-    among.q[:600] = alone.q
-    among.ids[:, :600] = alone.ids
+    among.q[:300] = alone.q
+    among.ids[:, :300] = alone.ids
     pages = [alone.step.pages[0], among.step.pages[0]]
     among.pool[pages[1]] = alone.pool[pages[0]]
     assert harness.same_bits(
-        among.run(library, wgmma)[:600].contiguous(), alone.run(library, wgmma)
+        among.run(library, wgmma)[:300].contiguous(), alone.run(library, wgmma)
     )
 
 
