@@ -17,7 +17,7 @@ struct InvertStep {  // context requests only
 static InvertedBlocks place(InvertStep const& s, Carver& carver, float*& lse) {
   carver.take(lse, int64_t{s.num_tokens} * s.num_heads * s.top_k);
   return place_inverted_blocks(carver, s.num_tokens, s.num_kv_heads, s.num_requests, s.max_pages,
-                               s.top_k);
+                               s.top_k, kMostLists);
 }
 
 // All tokens in one round.
@@ -40,6 +40,8 @@ int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspa
   p.top_k = s->top_k;
   p.group = s->num_heads / s->num_kv_heads;
   p.tile_queries = kSparseTileRows / p.group;
+  p.lists = kMostLists;
+  p.least_work = 1;
   p.window = kPrefillRows / p.group;
   Carver carver(workspace);
   InvertedBlocks const blocks = place(*s, carver, p.lse);

@@ -8,17 +8,20 @@
 // shared memory which of them chose a block: a mask of 128 bits for each block, which gives a
 // pair's rank and the tile's counts whatever the order of the marks. (2) Counts are summed over
 // the tiles, groups of 32 blocks at a time; the last thread block sums over the groups. (3) Every
-// query goes to its place; every block that has some becomes an item.
+// query goes to its place; every list that has some becomes an item.
 namespace m3::kernels {
 namespace {
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int TILE_TOKENS = 128;
-constexpr int GROUP = 32;            // blocks
-constexpr int MASKED_BLOCKS = 4096;  // that a thread block marks: 64 KB
-constexpr int FEW_TOKENS = 2048;     // up to so many, thread blocks mark so few:
+constexpr int GROUP = 32;           // lists
+constexpr int MASKED_LISTS = 6144;  // that a thread block marks: 96 KB
+constexpr int FEW_TOKENS = 2048;    // up to so many, thread blocks mark so few:
 constexpr int FEW_MASKED_BLOCKS = 1024;
+static_assert(MASKED_LISTS / 2 % kRunBlocks == 0 && FEW_MASKED_BLOCKS % kRunBlocks == 0,
+              "no run of blocks lies in two thread blocks");
+constexpr uint16_t NO_LIST = 0xFFFF;
 constexpr int MAX_TOKENS = 1 << 16;  // counts are 16 bits wide
 constexpr int MARK_THREADS = 512;
 constexpr int MARK_WARPS = MARK_THREADS / 32;
@@ -29,8 +32,8 @@ constexpr int MIN_WINDOW = 8;
 __host__ __device__ int32_t num_slots(int32_t num_tokens, int32_t num_requests) {
   return num_tokens / TILE_TOKENS + num_requests;
 }
-__host__ __device__ int32_t pitch(int32_t max_pages) {
-  return (max_pages + GROUP - 1) / GROUP * GROUP;
+__host__ __device__ int32_t pitch(int32_t max_pages, int32_t lists) {
+  return (max_pages * lists + GROUP - 1) / GROUP * GROUP;
 }
 
 struct TokenTile {
@@ -63,7 +66,7 @@ __device__ void place_requests(InvertParams const& p, InvertedBlocks const& b) {
     int32_t groups = 0, windows = 0;
     if (r < p.num_requests) {
       int32_t const begin = first_of(p, r), count = first_of(p, r + 1) - begin;
-      groups = (num_blocks(p, r) + GROUP - 1) / GROUP;
+      groups = (first_list(p, num_blocks(p, r)) + GROUP - 1) / GROUP;
       if (p.window > 0) {
         int32_t const position = p.first_token + begin + position_shift(p, r);
         windows = (whole_tokens(p, position, count) + p.window - 1) / p.window;
@@ -80,11 +83,13 @@ __device__ void place_requests(InvertParams const& p, InvertedBlocks const& b) {
     windows_before += total_windows;
   }
   if (threadIdx.x == 0) *b.arrived = 0;
+  for (int h = threadIdx.x; h < p.num_kv_heads; h += MARK_THREADS) b.parts_taken[h] = 0;
 }
 
 // Finds the rows that chose all their blocks. `id`: those of the thread's pairs, -1 out of reach.
-__device__ void mark_whole(InvertParams const& p, int32_t const (&id)[MAX_PAIRS], int count,
-                           int32_t first_position, uint32_t (&whole)[WORDS]) {
+__device__ void mark_whole(InvertParams const& p, int32_t const (&id)[MAX_PAIRS],
+                           Divider const& token_of, int count, int32_t first_position,
+                           uint32_t (&whole)[WORDS]) {
   __shared__ uint32_t seen[TILE_TOKENS];
   int const thread = threadIdx.x;
   if (thread < TILE_TOKENS) seen[thread] = 0;
@@ -92,7 +97,7 @@ __device__ void mark_whole(InvertParams const& p, int32_t const (&id)[MAX_PAIRS]
 #pragma unroll
   for (int j = 0; j < MAX_PAIRS; ++j) {
     if (id[j] >= 0 && id[j] < 32) {
-      atomicOr(seen + (thread + j * MARK_THREADS) / p.top_k, 1u << id[j]);
+      atomicOr(seen + token_of(thread + j * MARK_THREADS), 1u << id[j]);
     }
   }
   __syncthreads();
@@ -108,7 +113,7 @@ __device__ void mark_whole(InvertParams const& p, int32_t const (&id)[MAX_PAIRS]
 // Grid: (slots, KV heads, ranges of `range` blocks).
 __global__ void __launch_bounds__(MARK_THREADS, 2)
     mark_kernel(InvertParams const p, InvertedBlocks const b, int32_t range) {
-  extern __shared__ uint4 masks[];  // bit i of a block: the tile's token i chose it
+  extern __shared__ uint4 masks[];  // bit i of a list: the tile's token i is in it
   __shared__ uint32_t whole[WORDS];
   let_next_kernel_start();
   wait_for_previous_kernel();
@@ -122,10 +127,11 @@ __global__ void __launch_bounds__(MARK_THREADS, 2)
   int32_t const first_position = p.first_token + tile.first + position_shift(p, tile.request);
   int64_t const first_token = int64_t{head} * p.tokens.num_tokens + p.first_token + tile.first;
   int32_t const* const ids = p.block_ids + first_token * p.top_k;
-  uint8_t* const ranks = b.ranks + (int64_t{head} * p.num_tokens + tile.first) * p.top_k;
+  uint16_t* const ranks = b.ranks + (int64_t{head} * p.num_tokens + tile.first) * p.top_k;
   int64_t const slot = int64_t{head} * gridDim.x + blockIdx.x;
-  uint16_t* const counts = b.counts + slot * pitch(p.tokens.max_pages);
+  uint16_t* const counts = b.counts + slot * pitch(p.tokens.max_pages, p.lists);
   int const pairs = tile.count * p.top_k;
+  Divider const token_of(p.top_k);
 
   int32_t id[MAX_PAIRS];
 #pragma unroll
@@ -133,54 +139,76 @@ __global__ void __launch_bounds__(MARK_THREADS, 2)
     int const i = threadIdx.x + j * MARK_THREADS;
     id[j] = i < pairs ? ids[i] : -1;
   }
+  int32_t const here = min(range, blocks - base);
+  bool missing = false;  // a page
+  for (int i = threadIdx.x; i < here; i += MARK_THREADS) {
+    missing |= page_of(p.tokens, tile.request, base + i) < 0;
+  }
 #pragma unroll
   for (int j = 0; j < MAX_PAIRS; ++j) {
-    int const token = (threadIdx.x + j * MARK_THREADS) / p.top_k;
+    int const token = token_of(threadIdx.x + j * MARK_THREADS);
     if (id[j] >= blocks || id[j] * kBlockSize > first_position + token) id[j] = -1;
   }
   if (whole_tokens(p, first_position, tile.count) > 0) {
-    mark_whole(p, id, tile.count, first_position, whole);
+    mark_whole(p, id, token_of, tile.count, first_position, whole);
     if (threadIdx.x < WORDS && base == 0) b.whole[slot * WORDS + threadIdx.x] = whole[threadIdx.x];
 #pragma unroll
     for (int j = 0; j < MAX_PAIRS; ++j) {
-      int const token = (threadIdx.x + j * MARK_THREADS) / p.top_k;
+      int const token = token_of(threadIdx.x + j * MARK_THREADS);
       if (id[j] >= 0 && (whole[token / 32] >> token % 32 & 1) != 0) id[j] = -1;
     }
   }
 
-  int32_t const here = min(range, blocks - base);
-  for (int i = threadIdx.x; i < here; i += MARK_THREADS) masks[i] = make_uint4(0, 0, 0, 0);
+  int const lists = first_list(p, here);
+  for (int i = threadIdx.x; i < lists; i += MARK_THREADS) masks[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < MAX_PAIRS; ++j) {
-    int const token = (threadIdx.x + j * MARK_THREADS) / p.top_k;
+    int const token = token_of(threadIdx.x + j * MARK_THREADS);
     if (id[j] < base || id[j] >= base + here) continue;
-    atomicOr(reinterpret_cast<uint32_t*>(masks + id[j] - base) + token / 32, 1u << token % 32);
+    atomicOr(reinterpret_cast<uint32_t*>(masks + first_list(p, id[j] - base)) + token / 32,
+             1u << token % 32);
   }
-  __syncthreads();
+  missing = __syncthreads_or(missing);
+  for (int i = threadIdx.x; missing && i < here; i += MARK_THREADS) {
+    if (page_of(p.tokens, tile.request, base + i) < 0) {
+      masks[first_list(p, i)] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  if (missing) __syncthreads();
+  if (p.lists == 2) form_pairs<MARK_THREADS>(masks, 1, 1, here);
 #pragma unroll
   for (int j = 0; j < MAX_PAIRS; ++j) {
-    int const i = threadIdx.x + j * MARK_THREADS, token = i / p.top_k;
+    int const i = threadIdx.x + j * MARK_THREADS, token = token_of(i);
+    if (i < pairs && id[j] < 0 && base == 0) ranks[i] = NO_LIST;
     if (id[j] < base || id[j] >= base + here) continue;
-    uint4 const mask = masks[id[j] - base];
-    uint32_t const words[WORDS] = {mask.x, mask.y, mask.z, mask.w};
+    uint4 const* list = masks + first_list(p, id[j] - base);
+    auto const in_list = [&] {
+      uint32_t const word = reinterpret_cast<uint32_t const*>(list)[token / 32];
+      return (word >> token % 32 & 1) != 0;
+    };
     int rank = 0;
+    if (p.lists == 2 && !in_list()) {
+      ++list;
+      rank = 1 << 8;
+    }
+    uint32_t const words[WORDS] = {list->x, list->y, list->z, list->w};
 #pragma unroll
     for (int w = 0; w < WORDS; ++w) {
       uint32_t const before = w < token / 32 ? ~0u : w > token / 32 ? 0u : (1u << token % 32) - 1;
       rank += __popc(words[w] & before);
     }
-    ranks[i] = static_cast<uint8_t>(rank);
+    ranks[i] = in_list() ? static_cast<uint16_t>(rank) : NO_LIST;
   }
-  for (int i = threadIdx.x; i < here; i += MARK_THREADS) {
+  for (int i = threadIdx.x; i < lists; i += MARK_THREADS) {
     uint4 const mask = masks[i];
-    counts[base + i] =
+    counts[first_list(p, base) + i] =
         static_cast<uint16_t>(__popc(mask.x) + __popc(mask.y) + __popc(mask.z) + __popc(mask.w));
   }
 }
 
 struct BlockGroup {
-  int32_t head, request, first_block;
+  int32_t head, request, first_list;
 };
 __device__ BlockGroup block_group(InvertParams const& p, InvertedBlocks const& b, int32_t groups,
                                   int32_t index) {
@@ -199,7 +227,7 @@ __device__ BlockGroup block_group(InvertParams const& p, InvertedBlocks const& b
 
 // Sums of the groups become what lies before them; by one thread block.
 __device__ void sum_groups(InvertedBlocks const& b, int32_t count) {
-  constexpr int EACH = 4;  // neighbouring groups of a thread
+  constexpr int EACH = 12;  // neighbouring groups of a thread
   __shared__ int32_t sums[WARPS];
   GroupStart before{};
   for (int32_t first = 0; first <= count; first += EACH * THREADS) {
@@ -210,29 +238,29 @@ __device__ void sum_groups(InvertedBlocks const& b, int32_t count) {
 #pragma unroll
     for (GroupStart const& g : group) {
       sum.queries += g.queries;
-      sum.tiles += g.tiles;
+      sum.work += g.work;
       sum.items += g.items;
     }
     GroupStart at;
     at.queries = before.queries + block_scan<WARPS>(sum.queries, sums, total.queries);
-    at.tiles = before.tiles + block_scan<WARPS>(sum.tiles, sums, total.tiles);
+    at.work = before.work + block_scan<WARPS>(sum.work, sums, total.work);
     at.items = before.items + block_scan<WARPS>(sum.items, sums, total.items);
     at.unused = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       if (own + i <= count) b.starts[own + i] = at;
       at.queries += group[i].queries;
-      at.tiles += group[i].tiles;
+      at.work += group[i].work;
       at.items += group[i].items;
     }
     before.queries += total.queries;
-    before.tiles += total.tiles;
+    before.work += total.work;
     before.items += total.items;
   }
 }
 
 // Grid: thread blocks that share the groups. A warp has a group, or with `kShared` a share of the
-// tiles of a group's request; a lane a block.
+// tiles of a group's request; a lane a list.
 template <bool kShared>
 __global__ void __launch_bounds__(THREADS)
     count_kernel(InvertParams const p, InvertedBlocks const b, int32_t slots) {
@@ -244,21 +272,20 @@ __global__ void __launch_bounds__(THREADS)
   int const part = kShared ? warp : 0, parts = kShared ? WARPS : 1;
   int const first = kShared ? blockIdx.x : blockIdx.x * WARPS + warp;
   int32_t const groups = b.first_group[p.num_requests];
-  int32_t const width = pitch(p.tokens.max_pages);
+  int32_t const width = pitch(p.tokens.max_pages, p.lists);
   for (int32_t g = first; g < p.num_kv_heads * groups; g += gridDim.x * WARPS / parts) {
     BlockGroup const group = block_group(p, b, groups, g);
-    int32_t const block = group.first_block + lane;
-    int32_t const page =
-        block < num_blocks(p, group.request) ? page_of(p.tokens, group.request, block) : -1;
+    int32_t const list = group.first_list + lane;
+    bool const exists = list < first_list(p, num_blocks(p, group.request));
     int32_t const begin = first_of(p, group.request);
     int32_t const tokens = first_of(p, group.request + 1) - begin;
     int32_t const tiles = (tokens + TILE_TOKENS - 1) / TILE_TOKENS;
     int32_t const share = (tiles + parts - 1) / parts;
     int32_t const from = part * share, to = min(tiles, from + share);
     int64_t const slot = int64_t{group.head} * slots + begin / TILE_TOKENS + group.request;
-    uint16_t* const counts = b.counts + slot * width + block;
+    uint16_t* const counts = b.counts + slot * width + list;
     int32_t sum = 0;
-    if (page >= 0) {
+    if (exists) {
 #pragma unroll 8
       for (int32_t t = from; t < to; ++t) sum += counts[int64_t{t} * width];
     }
@@ -272,7 +299,7 @@ __global__ void __launch_bounds__(THREADS)
         total += segment[w][lane];
       }
     }
-    if (page >= 0) {
+    if (exists) {
 #pragma unroll 8
       for (int32_t t = from; t < to; ++t) {
         int32_t const count = counts[int64_t{t} * width];
@@ -287,10 +314,10 @@ __global__ void __launch_bounds__(THREADS)
         int32_t const other = __shfl_up_sync(~0u, inclusive, offset);
         if (lane >= offset) inclusive += other;
       }
-      b.blocks[int64_t{g} * GROUP + lane] = make_int2(total, page < 0 ? -1 : inclusive - total);
-      int32_t const attention_tiles = __reduce_add_sync(~0u, tiles_of(p, total));
+      b.blocks[int64_t{g} * GROUP + lane] = make_int2(total, inclusive - total);
+      int32_t const work = __reduce_add_sync(~0u, work_of(p, list, total));
       int32_t const items = __popc(__ballot_sync(~0u, total > 0));
-      if (lane == 31) b.starts[g] = {inclusive, attention_tiles, items, 0};
+      if (lane == 31) b.starts[g] = {inclusive, work, items, 0};
     }
     if (kShared) __syncthreads();
   }
@@ -320,14 +347,13 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
   TokenTile const tile = token_tile(p, slot);
   if (tile.count == 0) return;
   int32_t const groups = b.first_group[p.num_requests];
-  int32_t const blocks = num_blocks(p, tile.request);
   int32_t const first_group = head * groups + b.first_group[tile.request];
   int32_t const first_position = p.first_token + tile.first + position_shift(p, tile.request);
   int64_t const first_token = int64_t{head} * p.tokens.num_tokens + p.first_token + tile.first;
   int32_t const* const ids = p.block_ids + first_token * p.top_k;
   int64_t const first_pair = (int64_t{head} * p.num_tokens + tile.first) * p.top_k;
   uint16_t const* const counts =
-      b.counts + (int64_t{head} * slots + slot) * pitch(p.tokens.max_pages);
+      b.counts + (int64_t{head} * slots + slot) * pitch(p.tokens.max_pages, p.lists);
   int const pairs = tile.count * p.top_k;
   uint32_t whole[WORDS] = {};
   if (whole_tokens(p, first_position, tile.count) > 0) {
@@ -336,29 +362,31 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
     for (int w = 0; w < WORDS; ++w) whole[w] = words[w];
     list_windows(p, b, tile, first_position, words, head);
   }
+  Divider const token_of(p.top_k);
   constexpr int DEPTH = 8;  // pairs of a thread under way at once
   for (int first = 0; first < pairs; first += DEPTH * THREADS) {
     int32_t id[DEPTH], at[DEPTH];
+    uint16_t rank[DEPTH];
     uint32_t is_whole = 0;  // bit j: pair j's row
 #pragma unroll
     for (int j = 0; j < DEPTH; ++j) {
       int const i = first + j * THREADS + threadIdx.x;
       id[j] = i < pairs ? ids[i] : -1;
+      rank[j] = i < pairs ? b.ranks[first_pair + i] : NO_LIST;
     }
 #pragma unroll
     for (int j = 0; j < DEPTH; ++j) {
-      int const i = first + j * THREADS + threadIdx.x, token = i / p.top_k;
+      int const i = first + j * THREADS + threadIdx.x, token = token_of(i);
       uint32_t const word = token < 32   ? whole[0]
                             : token < 64 ? whole[1]
                             : token < 96 ? whole[2]
                                          : whole[3];
       is_whole |= (word >> token % 32 & 1) << j;
       at[j] = -1;
-      if (id[j] >= 0 && id[j] < blocks && id[j] * kBlockSize <= first_position + token &&
-          (is_whole >> j & 1) == 0) {
-        int32_t const before = b.blocks[int64_t{first_group} * GROUP + id[j]].y;
-        int32_t const start = b.starts[first_group + id[j] / GROUP].queries + counts[id[j]];
-        if (before >= 0) at[j] = start + before + b.ranks[first_pair + i];
+      if (rank[j] != NO_LIST) {
+        int32_t const list = first_list(p, id[j]) + (rank[j] >> 8);
+        at[j] = b.starts[first_group + list / GROUP].queries +
+                b.blocks[int64_t{first_group} * GROUP + list].y + counts[list] + (rank[j] & 255);
       }
     }
 #pragma unroll
@@ -377,26 +405,33 @@ __device__ void place_items(InvertParams const& p, InvertedBlocks const& b, int3
   int32_t const groups = b.first_group[p.num_requests];
   BlockGroup const group = block_group(p, b, groups, g);
   int2 const queries = b.blocks[int64_t{g} * GROUP + lane];
+  int32_t const last = group.first_list > 0 ? b.blocks[int64_t{g} * GROUP - 1].x : 0;
   GroupStart const start = b.starts[g];
-  int32_t const tiles = tiles_of(p, queries.x);
-  int32_t before = tiles;
+  int32_t const list = group.first_list + lane, block = block_of(p, list);
+  bool const pair = is_pair_list(p, list);
+  int32_t const work = work_of(p, list, queries.x);
+  int32_t before = work;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     int32_t const other = __shfl_up_sync(~0u, before, offset);
     if (lane >= offset) before += other;
   }
   uint32_t const used = __ballot_sync(~0u, queries.x > 0);
+  // Bit i + 1: list i of the group has queries; bit 0: the one before them.
+  uint64_t const with_last = uint64_t{used} << 1 | uint64_t(last > 0);
   if (queries.x == 0) return;
-  int32_t const block = group.first_block + lane;
   KvItem item;
   item.page = page_of(p.tokens, group.request, block);
-  item.head = group.head;
+  item.head = static_cast<int16_t>(group.head);
+  // The list before ends with this block, or, of a pair, the one before that.
+  item.continues = p.lists == 2 && (with_last >> (pair ? lane - 1 : lane) & (pair ? 3 : 1)) != 0;
   item.first_query = start.queries + queries.y;
   item.num_queries = queries.x;
-  item.first_tile = start.tiles + before - tiles;
-  item.visible = min(kBlockSize, p.tokens.sequence_length[group.request] - block * kBlockSize);
+  item.first_work = start.work + before - work;
+  item.visible =
+      min(kBlockSize * (1 + pair), p.tokens.sequence_length[group.request] - block * kBlockSize);
   item.limit = position_shift(p, group.request) + 1 - block * kBlockSize;
-  item.unused = 0;
+  item.second_page = pair ? page_of(p.tokens, group.request, block + 1) : -1;
   b.items[start.items + __popc(used & ((1u << lane) - 1))] = item;
 }
 
@@ -417,29 +452,31 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-int64_t most_groups(int32_t num_requests, int32_t max_pages) {
-  return int64_t{num_requests} * (pitch(max_pages) / GROUP);
+int64_t most_groups(int32_t num_requests, int32_t max_pages, int32_t lists) {
+  return int64_t{num_requests} * (pitch(max_pages, lists) / GROUP);
 }
 
 }  // namespace
 
 InvertedBlocks place_inverted_blocks(Carver& carver, int32_t num_tokens, int32_t num_kv_heads,
-                                     int32_t num_requests, int32_t max_pages, int32_t top_k) {
+                                     int32_t num_requests, int32_t max_pages, int32_t top_k,
+                                     int32_t lists) {
   int64_t const pairs = int64_t{num_kv_heads} * num_tokens * top_k;
-  int64_t const groups = num_kv_heads * most_groups(num_requests, max_pages);
+  int64_t const groups = num_kv_heads * most_groups(num_requests, max_pages, lists);
   int64_t const tiles = int64_t{num_kv_heads} * num_slots(num_tokens, num_requests);
   InvertedBlocks b;
   carver.take(b.queries, pairs);
   carver.take(b.items, std::min(pairs, groups * GROUP));
   carver.take(b.starts, groups + 1);
   carver.take(b.first_group, num_requests + 1);
-  carver.take(b.counts, tiles * pitch(max_pages));
+  carver.take(b.counts, tiles * pitch(max_pages, lists));
   carver.take(b.listed, int64_t{num_kv_heads} * most_windows(num_tokens, num_requests, MIN_WINDOW));
   carver.take(b.first_window, num_requests + 1);
   carver.take(b.whole, tiles * WORDS);
   carver.take(b.ranks, pairs);
   carver.take(b.blocks, groups * GROUP);
   carver.take(b.arrived, 1);
+  carver.take(b.parts_taken, num_kv_heads);
   return b;
 }
 
@@ -451,19 +488,19 @@ cudaError_t launch_invert_blocks(InvertParams const& p, InvertedBlocks const& bl
   }
   if (takes_invert_chunk(p)) return launch_invert_chunk(p, blocks, stream);
   int32_t const slots = num_slots(p.num_tokens, p.num_requests);
-  int32_t const range = p.num_tokens <= FEW_TOKENS ? FEW_MASKED_BLOCKS : MASKED_BLOCKS;
-  size_t const mask_bytes = std::min(range, p.tokens.max_pages) * sizeof(uint4);
+  int32_t const range = p.num_tokens <= FEW_TOKENS ? FEW_MASKED_BLOCKS : MASKED_LISTS / p.lists;
+  size_t const mask_bytes = std::min(range, p.tokens.max_pages) * p.lists * sizeof(uint4);
   dim3 const marking(slots, p.num_kv_heads, std::max(1, (p.tokens.max_pages + range - 1) / range));
   cudaError_t status =
       cudaFuncSetAttribute(mark_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           MASKED_BLOCKS * static_cast<int>(sizeof(uint4)));
+                           MASKED_LISTS * static_cast<int>(sizeof(uint4)));
   if (status != cudaSuccess) return status;
   status = launch_behind(mark_kernel, marking, MARK_THREADS, mask_bytes, stream, p, blocks, range);
   if (status != cudaSuccess) return status;
-  auto const groups = p.num_kv_heads * most_groups(p.num_requests, p.tokens.max_pages);
+  auto const groups = p.num_kv_heads * most_groups(p.num_requests, p.tokens.max_pages, p.lists);
   bool const shared = p.num_tokens > WARPS * TILE_TOKENS;
   int64_t const counting = shared ? groups : (groups + WARPS - 1) / WARPS;
-  auto const sharing = static_cast<int32_t>(std::min<int64_t>(groups, 1024));
+  auto const sharing = static_cast<int32_t>(std::min<int64_t>(groups, 4096));
   status = launch_behind(shared ? count_kernel<true> : count_kernel<false>,
                          static_cast<int32_t>(std::clamp<int64_t>(counting, 1, 1024)), THREADS, 0,
                          stream, p, blocks, slots);

@@ -23,26 +23,29 @@ struct InvertParams {
   int32_t num_tokens;
   int32_t top_k;
   int32_t tile_queries;  // queries that an attention tile takes
+  int32_t lists;         // of a block: 2 if a query may take it together with the next one, else 1
+  int32_t least_work;    // of an item, where a tile's work is the number of its blocks
   int32_t window;        // tokens of a ListedTile, 8 or 16; 0: no rows are listed
   int32_t group;         // query heads of a KV head
   float* lse;            // [Hkv, num_tokens, top_k, group]: -inf where no block is to be read, +inf
                          // in the first place of a listed row
 };
 
-// A block of a KV head that at least one query chose.
+// A block of a KV head that at least one query chose, or two neighbouring ones.
 struct KvItem {
   int32_t page;
-  int32_t head;
+  int16_t head;
+  int16_t continues;    // whether the item before ends with this one's first block
   int32_t first_query;  // in InvertedBlocks::queries
   int32_t num_queries;
-  int32_t first_tile;  // tiles of the items before this one
-  int32_t visible;     // keys that exist, at most 128
-  int32_t limit;       // + token = keys of the block at or before the token; may exceed 128
-  int32_t unused;
+  int32_t first_work;   // work of the items before this one
+  int32_t visible;      // keys that exist, at most 128 a block
+  int32_t limit;        // + token = keys of the item at or before the token; may exceed those
+  int32_t second_page;  // -1: one block
 };
 
-struct GroupStart {  // what lies before a group of 32 neighbouring blocks of a head
-  int32_t queries, tiles, items, unused;
+struct alignas(16) GroupStart {  // what lies before a group of 32 neighbouring lists of a head
+  int32_t queries, work, items, unused;
 };
 
 // Rows that chose every block up to their own are plain causal attention: with a window they are
@@ -57,16 +60,18 @@ struct InvertedBlocks {
   ListedTile* listed;     // [windows, Hkv], those of a request with the last first
   int32_t* first_window;  // [num_requests + 1]; the last entry is `windows`
   // What the three kernels tell each other:
-  uint16_t* counts;   // [Hkv, tiles, pitch] queries of a tile of tokens, then of those before it
-  uint32_t* whole;    // [Hkv, tiles, 4] bits of a tile's tokens that are listed
-  uint8_t* ranks;     // [Hkv, num_tokens, top_k] among the queries of the tile and block
-  int2* blocks;       // [Hkv * groups * 32]: queries; queries before it in its group, -1: no page
-  uint32_t* arrived;  // thread blocks
+  uint16_t* counts;      // [Hkv, tiles, pitch] queries of a tile of tokens, then of those before it
+  uint32_t* whole;       // [Hkv, tiles, 4] bits of a tile's tokens that are listed
+  uint16_t* ranks;       // [Hkv, num_tokens, top_k] among the queries of the tile and list
+  int32_t* parts_taken;  // [Hkv], 0: for the attention
+  int2* blocks;          // [Hkv * groups * 32], of a list: queries; those before it in its group
+  uint32_t* arrived;     // thread blocks
 };
 
 // The arrays' content is undefined.
 InvertedBlocks place_inverted_blocks(Carver& carver, int32_t num_tokens, int32_t num_kv_heads,
-                                     int32_t num_requests, int32_t max_pages, int32_t top_k);
+                                     int32_t num_requests, int32_t max_pages, int32_t top_k,
+                                     int32_t lists);
 
 // Windows of a round, at most.
 inline int32_t most_windows(int32_t num_tokens, int32_t num_requests, int32_t window) {

@@ -19,11 +19,10 @@ constexpr int MAX_PAIRS = 8192;
 constexpr int PAIRS = MAX_PAIRS / THREADS;  // of a thread
 constexpr int MAX_CHUNK_REQUESTS = 32;
 constexpr int DYNAMIC_BYTES = 160 * 1024;
-constexpr uint32_t RECIPROCAL = MAX_PAIRS * kMaxTopK;
 
 struct Request {
   int32_t first;        // token of the round
-  int32_t first_block;  // of all requests' blocks, laid end to end
+  int32_t first_block;  // of all requests' blocks, laid end to end, each request's from a run on
   int32_t first_window;
   int32_t shift;  // + token of the round = position
 };
@@ -36,10 +35,10 @@ struct Place {          // of a token
   int32_t position;     // -1: padding
 };
 
-struct Block {
-  int32_t queries;       // of the thread block's blocks before this one; -1: no page
-  int32_t count;         // of its own
-  int32_t tiles, items;  // before
+struct List {
+  int32_t queries;      // of the thread block's lists before this one
+  int32_t count;        // of its own
+  int32_t work, items;  // before
 };
 
 struct Shared {
@@ -56,19 +55,22 @@ struct Shared {
 struct Layout {
   int32_t parts;   // thread blocks of a KV head
   int32_t blocks;  // of a part, at most
-  int32_t words;   // of a mask, odd: neighbouring blocks then lie in different banks
+  int32_t words;   // of a mask, odd: neighbouring lists then lie in different banks
 };
+
+__host__ __device__ int64_t whole_runs(int64_t blocks) {
+  return (blocks + kRunBlocks - 1) / kRunBlocks * kRunBlocks;
+}
 
 Layout layout_of(InvertParams const& p) {
   int32_t const parts = MAX_CLUSTER / p.num_kv_heads;
-  int64_t const blocks = int64_t{p.num_requests} * p.tokens.max_pages;
-  return {parts, static_cast<int32_t>((blocks + parts - 1) / parts), (p.num_tokens + 31) / 32 | 1};
+  int64_t const blocks = p.num_requests * whole_runs(p.tokens.max_pages);
+  return {parts, static_cast<int32_t>(whole_runs((blocks + parts - 1) / parts)),
+          (p.num_tokens + 31) / 32 | 1};
 }
-__host__ __device__ int64_t mask_bytes(Layout const& layout) {
-  return int64_t{layout.blocks} * layout.words * sizeof(uint32_t);
-}
-int64_t dynamic_bytes(Layout const& layout) {
-  return layout.blocks * int64_t{sizeof(Block)} + mask_bytes(layout) / 2 * 3;
+int64_t dynamic_bytes(InvertParams const& p, Layout const& layout) {
+  return int64_t{layout.blocks} * p.lists *
+         (sizeof(List) + layout.words * (sizeof(uint32_t) + sizeof(uint16_t)));
 }
 
 // By the first warp: a request a lane.
@@ -80,7 +82,7 @@ __device__ void place_requests(InvertParams const& p, Shared& shared) {
     mine.first = first_of(p, lane);
     mine.shift = p.first_token + position_shift(p, lane);
     int32_t const count = first_of(p, lane + 1) - mine.first;
-    blocks = num_blocks(p, lane);
+    blocks = static_cast<int32_t>(whole_runs(num_blocks(p, lane)));
     if (p.window > 0) {
       windows = (whole_tokens(p, mine.first + mine.shift, count) + p.window - 1) / p.window;
     }
@@ -119,39 +121,22 @@ __device__ int32_t last_request(InvertParams const& p, Before const& before) {
 }
 
 // Grid: one cluster, the parts of each KV head.
-// `reciprocal`: of top_k, times RECIPROCAL and rounded up; exact for MAX_PAIRS.
 __global__ void __launch_bounds__(THREADS, 1)
-    invert_chunk_kernel(InvertParams const p, InvertedBlocks const b, Layout const layout,
-                        uint32_t reciprocal) {
+    invert_chunk_kernel(InvertParams const p, InvertedBlocks const b, Layout const layout) {
   __shared__ Shared shared;
   extern __shared__ uint4 dynamic[];
-  auto* const blocks = reinterpret_cast<Block*>(dynamic);
-  auto* const masks = reinterpret_cast<uint32_t*>(blocks + layout.blocks);
-  auto* const ranks = reinterpret_cast<uint16_t*>(masks + layout.blocks * layout.words);
+  int32_t const most_lists = layout.blocks * p.lists;
+  auto* const lists = reinterpret_cast<List*>(dynamic);
+  auto* const masks = reinterpret_cast<uint32_t*>(lists + most_lists);
+  auto* const ranks = reinterpret_cast<uint16_t*>(masks + most_lists * layout.words);
   int const thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   int const head = cluster_rank() / layout.parts, part = cluster_rank() % layout.parts;
   let_next_kernel_start();
   if (thread == 0) init_exchange(&shared.arrived);
   __syncwarp();
   cluster_arrive();
-  for (int i = thread; i < layout.blocks * layout.words; i += THREADS) masks[i] = 0;
+  for (int i = thread; i < most_lists * layout.words; i += THREADS) masks[i] = 0;
   wait_for_previous_kernel();
-
-  if (warp == 0) place_requests(p, shared);
-  __syncthreads();
-  Request const& end = shared.requests[p.num_requests];
-  int32_t const per_part = (end.first_block + layout.parts - 1) / layout.parts;
-  int32_t const first_block = part * per_part;
-  int32_t const num_blocks = max(0, min(per_part, end.first_block - first_block));
-  for (int t = thread; t < p.num_tokens; t += THREADS) {
-    int32_t const r = last_request(p, [&](int i) { return shared.requests[i].first <= t; });
-    Request const& request = shared.requests[r];
-    bool const real = t >= request.first && t < shared.requests[r + 1].first;
-    shared.places[t] = {request.first_block - first_block, real ? max(-1, t + request.shift) : -1};
-    shared.seen[t] = 0;
-  }
-  if (thread < MAX_CHUNK_TOKENS / 32 + 1) shared.whole[thread] = 0;
-  __syncthreads();
 
   int64_t const first_token = int64_t{head} * p.tokens.num_tokens + p.first_token;
   int32_t const* const ids = p.block_ids + first_token * p.top_k;
@@ -164,9 +149,37 @@ __global__ void __launch_bounds__(THREADS, 1)
     int32_t const i = thread + j * THREADS;
     id[j] = i < pairs ? ids[i] : -1;
   }
-  auto const token_of = [&](int32_t pair) {
-    return static_cast<int32_t>(pair * reciprocal / RECIPROCAL);
+
+  if (warp == 0) place_requests(p, shared);
+  __syncthreads();
+  Request const& end = shared.requests[p.num_requests];
+  auto const per_part =
+      static_cast<int32_t>(whole_runs((end.first_block + layout.parts - 1) / layout.parts));
+  int32_t const first_block = part * per_part;
+  int32_t const num_blocks = max(0, min(per_part, end.first_block - first_block));
+  for (int t = thread; t < p.num_tokens; t += THREADS) {
+    int32_t const r = last_request(p, [&](int i) { return shared.requests[i].first <= t; });
+    Request const& request = shared.requests[r];
+    bool const real = t >= request.first && t < shared.requests[r + 1].first;
+    shared.places[t] = {request.first_block - first_block, real ? max(-1, t + request.shift) : -1};
+    shared.seen[t] = 0;
+  }
+  if (thread < MAX_CHUNK_TOKENS / 32 + 1) shared.whole[thread] = 0;
+  auto const page_at = [&](int32_t at, int32_t& request, int32_t& block) {
+    int32_t const of_all = first_block + at;
+    request = last_request(p, [&](int i) { return shared.requests[i].first_block <= of_all; });
+    block = of_all - shared.requests[request].first_block;
+    return page_of(p.tokens, request, block);
   };
+  auto const is_missing = [&](int32_t at) {
+    int32_t request, block;
+    return page_at(at, request, block) < 0;
+  };
+  bool missing = false;
+  for (int32_t at = thread; at < num_blocks; at += THREADS) missing |= is_missing(at);
+  __syncthreads();
+
+  Divider const token_of(p.top_k);
   // Calls f(j, pair, token) for the pairs of a warp, side by side; the last ones may not exist.
   auto const each_pair = [&](auto const& f) {
 #pragma unroll
@@ -206,39 +219,34 @@ __global__ void __launch_bounds__(THREADS, 1)
     int32_t const at = id[j] + shared.places[token].first_block;
     id[j] = at >= 0 && at < num_blocks ? at : NOT_HERE;
     if (id[j] < 0) return;
-    atomicOr(masks + at * layout.words + token / 32, 1u << token % 32);
+    atomicOr(masks + first_list(p, at) * layout.words + token / 32, 1u << token % 32);
   });
-  __syncthreads();
+  missing = __syncthreads_or(missing);
 
-  auto const page_at = [&](int32_t at, int32_t& request, int32_t& block) {
-    int32_t const of_all = first_block + at;
-    request = last_request(p, [&](int i) { return shared.requests[i].first_block <= of_all; });
-    block = of_all - shared.requests[request].first_block;
-    return page_of(p.tokens, request, block);
-  };
-  // Queries, tiles and items before a block, in 24, 20 and 20 bits.
+  for (int32_t at = thread; missing && at < num_blocks; at += THREADS) {
+    if (!is_missing(at)) continue;
+    for (int w = 0; w < layout.words; ++w) masks[first_list(p, at) * layout.words + w] = 0;
+  }
+  if (missing) __syncthreads();
+  int const used_words = (p.num_tokens + 31) / 32;
+  if (p.lists == 2) form_pairs<THREADS>(masks, layout.words, used_words, num_blocks);
+  // Queries, work and items before a list, in 24, 20 and 20 bits.
   uint64_t before = 0;
-  for (int32_t first = 0; first < num_blocks; first += THREADS) {
-    int32_t const at = first + thread;
-    int32_t count = 0, page = -1;
-    if (at < num_blocks) {
-      int32_t request, block;
-      page = page_at(at, request, block);
-      int32_t const from = shared.requests[request].first / 32;
-      int32_t const to = (shared.requests[request + 1].first + 31) / 32;
-      for (int32_t w = at * layout.words + from; w < at * layout.words + to; ++w) {
-        ranks[w] = static_cast<uint16_t>(count);
-        count += __popc(masks[w]);
-      }
+  int32_t const num_lists = first_list(p, num_blocks);
+  for (int32_t first = 0; first < num_lists; first += THREADS) {
+    int32_t const list = first + thread;
+    int32_t count = 0;
+    for (int w = 0; list < num_lists && w < used_words; ++w) {
+      ranks[list * layout.words + w] = static_cast<uint16_t>(count);
+      count += __popc(masks[list * layout.words + w]);
     }
-    if (page < 0) count = 0;
     uint64_t const mine =
-        uint64_t(count) | uint64_t(tiles_of(p, count)) << 24 | uint64_t(count > 0) << 44;
+        uint64_t(count) | uint64_t(work_of(p, list, count)) << 24 | uint64_t(count > 0) << 44;
     uint64_t total;
     uint64_t const here = before + block_scan<WARPS>(mine, shared.sums, total);
-    if (at < num_blocks) {
-      blocks[at] = {page < 0 ? -1 : static_cast<int32_t>(here & 0xFFFFFF), count,
-                    static_cast<int32_t>(here >> 24 & 0xFFFFF), static_cast<int32_t>(here >> 44)};
+    if (list < num_lists) {
+      lists[list] = {static_cast<int32_t>(here & 0xFFFFFF), count,
+                     static_cast<int32_t>(here >> 24 & 0xFFFFF), static_cast<int32_t>(here >> 44)};
     }
     before += total;
   }
@@ -257,44 +265,57 @@ __global__ void __launch_bounds__(THREADS, 1)
   GroupStart start{};
   for (int i = 0; i < rank; ++i) {
     start.queries += __float_as_int(shared.totals[i].x);
-    start.tiles += __float_as_int(shared.totals[i].y);
+    start.work += __float_as_int(shared.totals[i].y);
     start.items += __float_as_int(shared.totals[i].z);
   }
   if (thread == 0) {
-    if (part == 0) b.starts[head] = start;  // a group a head
+    if (part == 0) {
+      b.starts[head] = start;  // a group a head
+      b.parts_taken[head] = 0;
+    }
     if (rank == size - 1) {
       b.starts[p.num_kv_heads] = {start.queries + __float_as_int(shared.totals[rank].x),
-                                  start.tiles + __float_as_int(shared.totals[rank].y),
+                                  start.work + __float_as_int(shared.totals[rank].y),
                                   start.items + __float_as_int(shared.totals[rank].z), 0};
       b.first_group[p.num_requests] = 1;
       b.first_window[p.num_requests] = end.first_window;
     }
   }
-  __syncthreads();  // the blocks are described
+  __syncthreads();  // the lists are described
 
-  for (int32_t at = thread; at < num_blocks; at += THREADS) {
-    Block const& own = blocks[at];
+  for (int32_t list = thread; list < num_lists; list += THREADS) {
+    List const& own = lists[list];
     if (own.count == 0) continue;
+    int32_t const at = block_of(p, list);
+    bool const pair = is_pair_list(p, list);
+    auto const exists = [&](int32_t other) { return other >= 0 && lists[other].count > 0; };
     int32_t request, block;
     KvItem item;
     item.page = page_at(at, request, block);
-    item.head = head;
+    item.head = static_cast<int16_t>(head);
     item.first_query = start.queries + own.queries;
     item.num_queries = own.count;
-    item.first_tile = start.tiles + own.tiles;
-    item.visible = min(kBlockSize, p.tokens.sequence_length[request] - block * kBlockSize);
+    item.first_work = start.work + own.work;
+    item.visible =
+        min(kBlockSize * (1 + pair), p.tokens.sequence_length[request] - block * kBlockSize);
     item.limit = position_shift(p, request) + 1 - block * kBlockSize;
-    item.unused = 0;
+    item.second_page = pair ? page_of(p.tokens, request, block + 1) : -1;
+    item.continues = p.lists == 2 && (exists(2 * at - 1) || (pair && exists(2 * at)));
     b.items[start.items + own.items] = item;
   }
   each_pair([&](int j, int32_t i, int32_t token) {
     bool missing = id[j] == MISSING && i < pairs;
     if (id[j] >= 0) {
-      int32_t const queries = blocks[id[j]].queries, word = id[j] * layout.words + token / 32;
-      missing = queries < 0;
+      int32_t list = first_list(p, id[j]), word = list * layout.words + token / 32;
+      uint32_t const bit = 1u << token % 32;
+      if (p.lists == 2 && (masks[word] & bit) == 0) {
+        ++list;
+        word += layout.words;
+      }
+      missing = (masks[word] & bit) == 0;
       if (!missing) {
-        uint32_t const earlier = masks[word] & ((1u << token % 32) - 1);
-        b.queries[start.queries + queries + ranks[word] + __popc(earlier)] = i;
+        b.queries[start.queries + lists[list].queries + ranks[word] +
+                  __popc(masks[word] & (bit - 1))] = i;
       }
     }
     uint32_t const cleared = __ballot_sync(~0u, missing);
@@ -320,7 +341,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 bool takes_invert_chunk(InvertParams const& p) {
   if (p.num_tokens > MAX_CHUNK_TOKENS || p.num_requests > MAX_CHUNK_REQUESTS ||
       p.num_tokens * p.top_k > MAX_PAIRS || p.num_kv_heads > MAX_CLUSTER ||
-      dynamic_bytes(layout_of(p)) > DYNAMIC_BYTES) {
+      dynamic_bytes(p, layout_of(p)) > DYNAMIC_BYTES) {
     return false;
   }
   int major = 0, most = 0;
@@ -337,8 +358,7 @@ cudaError_t launch_invert_chunk(InvertParams const& p, InvertedBlocks const& blo
   if (status != cudaSuccess) return status;
   int const cluster = layout.parts * p.num_kv_heads;
   return launch_clusters_behind(invert_chunk_kernel, cluster, dim3(cluster), dim3(THREADS),
-                                dynamic_bytes(layout), stream, p, blocks, layout,
-                                (RECIPROCAL + p.top_k - 1) / p.top_k);
+                                dynamic_bytes(p, layout), stream, p, blocks, layout);
 }
 
 }  // namespace m3::kernels

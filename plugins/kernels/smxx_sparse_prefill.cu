@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared*>(memory);
   wait_for_previous_kernel();
-  TileShare const share = tile_share(p, r);
+  WorkShare const share = share_of(work_of_round(p, r), blockIdx.x, blockIdx.x + 1, gridDim.x);
   if (share.begin >= share.end) return;
   int const warp = threadIdx.x / 32;
   int const units = p.num_heads / p.num_kv_heads / kUnitHeads;
@@ -232,13 +232,15 @@ __global__ void __launch_bounds__(THREADS, 2)
   float const cache_scale = p.kv_scale == nullptr ? 1.f : *p.kv_scale;
   float const scale_log2 = p.softmax_scale * cache_scale * 1.44269504088896341f;
 
-  int32_t index = find_item(p, r, share.begin);
-  for (int32_t tile = share.begin; tile < share.end; ++index) {
+  int32_t const items_end = last_item(p, r);
+  for (int32_t index = find_item(p, r, share.begin); index < items_end; ++index) {
     KvItem const item = r.blocks.items[index];
-    int32_t const tiles = (item.num_queries + tile_queries - 1) / tile_queries;
-    int32_t const end = min(share.end, item.first_tile + tiles);
-    int32_t half_index = HALVES * (tile - item.first_tile) + warp;
-    int32_t const half_end = HALVES * (end - item.first_tile);
+    if (item.first_work >= share.end) break;
+    TileRange const tiles =
+        tiles_of_share(share, item.first_work, item.num_queries, tile_queries, 1);
+    if (tiles.begin >= tiles.end) continue;
+    int32_t half_index = HALVES * tiles.begin + warp;
+    int32_t const half_end = HALVES * tiles.end;
     HalfTile half;
     if (half_index < half_end) {
       half = half_tile(p, r, item, units, half_index);
@@ -282,7 +284,6 @@ __global__ void __launch_bounds__(THREADS, 2)
       }
       store(p, r, item, units, done, state, cache_scale);
     }
-    tile = end;
   }
 }
 
@@ -308,8 +309,8 @@ cudaError_t launch_smxx_sparse_prefill(SparsePrefillParams const& p, SparsePrefi
                                        void* workspace, cudaStream_t stream) {
   return p.kv_scale == nullptr
              ? run_sparse_prefill(p, rounds, workspace, stream, attend<Bf16>,
-                                  launch_smxx_paged_prefill)
-             : run_sparse_prefill(p, rounds, workspace, stream, attend<__nv_fp8_e4m3>, nullptr);
+                                  launch_smxx_paged_prefill, 1)
+             : run_sparse_prefill(p, rounds, workspace, stream, attend<__nv_fp8_e4m3>, nullptr, 1);
 }
 
 }  // namespace m3::kernels

@@ -12,6 +12,8 @@ constexpr int32_t MAX_ROUND_TOKENS = 16384;
 constexpr int32_t FEW_TOKENS = 64;
 constexpr float FEW_QUERIES = 4.f;
 constexpr float SOME_QUERIES = 16.f;
+// Tiles that take as long as it takes to begin an item, where items have more of them.
+constexpr int32_t LEAST_WORK = 3;
 
 int64_t partial_bytes(int64_t tokens, int64_t heads, int32_t group, int32_t top_k) {
   return tokens * heads * top_k * group * kHeadSize * 2;
@@ -25,10 +27,10 @@ float queries_of_block(int32_t num_tokens, int32_t num_requests, int32_t max_pag
 // Where the arrays of rounds of so many tokens lie; the partial results behind all others, up to
 // the workspace's end.
 SparsePrefillRound place(Carver& carver, int32_t num_heads, int32_t num_kv_heads, int32_t tokens,
-                         int32_t num_requests, int32_t max_pages, int32_t top_k) {
+                         int32_t num_requests, int32_t max_pages, int32_t top_k, int32_t lists) {
   SparsePrefillRound round{};
   round.blocks =
-      place_inverted_blocks(carver, tokens, num_kv_heads, num_requests, max_pages, top_k);
+      place_inverted_blocks(carver, tokens, num_kv_heads, num_requests, max_pages, top_k, lists);
   carver.take(round.lse, int64_t{num_heads} * tokens * top_k);
   carver.take_bytes(round.partials, 0);
   return round;
@@ -90,14 +92,14 @@ size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t n
   int32_t const tokens = sparse_prefill_rounds(num_tokens, num_heads, num_kv_heads, top_k).tokens;
   int32_t const requests = std::min(num_requests, kMaxPrefillRequests);  // more are not taken
   Carver carver(nullptr);
-  place(carver, num_heads, num_kv_heads, tokens, requests, max_pages, top_k);
+  place(carver, num_heads, num_kv_heads, tokens, requests, max_pages, top_k, kMostLists);
   return carver.used() +
          std::min(PARTIAL_BYTES, partial_bytes(num_tokens, num_kv_heads, group, top_k));
 }
 
 cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
                                void* workspace, cudaStream_t stream, LaunchSparseRound attend,
-                               LaunchWholeRows attend_whole) {
+                               LaunchWholeRows attend_whole, int32_t lists) {
   if (p.num_tokens == 0) return cudaSuccess;
   if (!takes_sparse_prefill(p.num_heads, p.num_kv_heads, p.num_requests, p.top_k)) {
     return cudaErrorInvalidValue;
@@ -105,7 +107,7 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
   int32_t const group = p.num_heads / p.num_kv_heads;
   Carver carver(workspace);
   SparsePrefillRound round = place(carver, p.num_heads, p.num_kv_heads, rounds.tokens,
-                                   p.num_requests, p.tokens.max_pages, p.top_k);
+                                   p.num_requests, p.tokens.max_pages, p.top_k, lists);
   float* const lse = round.lse;
 
   for (int32_t token = 0; token < p.num_tokens; token += rounds.tokens) {
@@ -121,6 +123,8 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
     invert.top_k = p.top_k;
     invert.tile_queries = kSparseTileRows / group;
     invert.group = group;
+    invert.lists = lists;
+    invert.least_work = lists == 2 && shares_blocks(p, round.num_tokens) ? LEAST_WORK : 1;
     invert.window = attend_whole == nullptr ? 0 : kPrefillRows / group;
     invert.lse = lse;
     cudaError_t status = launch_invert_blocks(invert, round.blocks, stream);

@@ -6,22 +6,48 @@
 // What the attention kernels of a sparse prefill round share.
 namespace m3::kernels {
 
-// A thread block's tiles: all blocks have equally many, in the order of the items.
-struct TileShare {
+// Work of a round's items, one behind the other. A tile's is the number of its KV blocks.
+struct WorkShare {
   int32_t begin, end;
 };
 
-__device__ inline TileShare tile_share(SparsePrefillParams const& p, SparsePrefillRound const& r) {
+__device__ inline WorkShare work_of_round(SparsePrefillParams const& p,
+                                          SparsePrefillRound const& r) {
   int32_t const groups = r.blocks.first_group[p.num_requests];
-  int32_t const first = r.blocks.starts[r.first_head * groups].tiles;
-  int64_t const tiles = r.blocks.starts[(r.first_head + r.num_heads) * groups].tiles - first;
-  return {first + static_cast<int32_t>(tiles * blockIdx.x / gridDim.x),
-          first + static_cast<int32_t>(tiles * (blockIdx.x + 1) / gridDim.x)};
+  return {r.blocks.starts[r.first_head * groups].work,
+          r.blocks.starts[(r.first_head + r.num_heads) * groups].work};
+}
+// Some of so many equal parts.
+__device__ inline WorkShare share_of(WorkShare const& work, int32_t first_part, int32_t end_part,
+                                     int32_t parts) {
+  auto const before = [&](int64_t part) {
+    return work.begin + static_cast<int32_t>((work.end - work.begin) * part / parts);
+  };
+  return {before(first_part), before(end_part)};
 }
 
-// The item that holds a tile; by a warp, which looks at 32 items at a time.
+// The tiles of an item that begin within a share.
+struct TileRange {
+  int32_t begin, end;
+};
+__device__ inline TileRange tiles_of_share(WorkShare const& share, int32_t first_work,
+                                           int32_t queries, int tile_queries, int tile_blocks) {
+  int32_t const tiles = (queries + tile_queries - 1) / tile_queries;
+  auto const before = [&](int32_t work) {
+    return min(tiles, (max(0, work - first_work) + tile_blocks - 1) / tile_blocks);
+  };
+  return {before(share.begin), before(share.end)};
+}
+
+// Behind those of the round.
+__device__ inline int32_t last_item(SparsePrefillParams const& p, SparsePrefillRound const& r) {
+  int32_t const groups = r.blocks.first_group[p.num_requests];
+  return r.blocks.starts[(r.first_head + r.num_heads) * groups].items;
+}
+
+// The item that holds some work; by a warp, which looks at 32 items at a time.
 __device__ inline int32_t find_item(SparsePrefillParams const& p, SparsePrefillRound const& r,
-                                    int32_t tile) {
+                                    int32_t work) {
   int32_t const groups = r.blocks.first_group[p.num_requests];
   int32_t low = r.blocks.starts[r.first_head * groups].items;
   int32_t high = r.blocks.starts[(r.first_head + r.num_heads) * groups].items;
@@ -29,7 +55,7 @@ __device__ inline int32_t find_item(SparsePrefillParams const& p, SparsePrefillR
   while (high - low > 1) {  // the item lies in [low, high)
     int32_t const step = (high - low + 31) / 32;
     int32_t const at = low + lane * step;
-    bool const before = at < high && r.blocks.items[at].first_tile <= tile;
+    bool const before = at < high && r.blocks.items[at].first_work <= work;
     int const count = __popc(__ballot_sync(~0u, before));  // lane 0 always counts
     low += (count - 1) * step;
     high = min(high, low + step);

@@ -9,6 +9,9 @@ namespace m3::kernels {
 // Tiles of 64 query rows: so many queries of a block, each with the query heads of a KV head.
 constexpr int kSparseTileRows = 64;
 
+// InvertParams::lists, at most.
+constexpr int32_t kMostLists = 2;
+
 // What an attention kernel computes at once: the partial results of some tokens and KV heads, as
 // MergeParams describes them.
 struct SparsePrefillRound {
@@ -27,10 +30,10 @@ using LaunchWholeRows = cudaError_t (*)(PagedPrefillParams const&, cudaStream_t)
 // Whether so many tokens are likely to meet in the blocks of the page tables.
 bool shares_blocks(SparsePrefillParams const& p, int32_t num_tokens);
 
-// Inverts, attends and merges, round by round. Rows that see all their blocks go to `attend_whole`,
-// which may be null.
+// Inverts, attends and merges, round by round. `lists`: of InvertParams. Rows that see all their
+// blocks go to `attend_whole`, which may be null.
 cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
                                void* workspace, cudaStream_t stream, LaunchSparseRound attend,
-                               LaunchWholeRows attend_whole);
+                               LaunchWholeRows attend_whole, int32_t lists);
 
 }  // namespace m3::kernels

@@ -37,7 +37,8 @@ def wgmma(request: pytest.FixtureRequest) -> bool:
 
 def choose(step: Step, kv_heads: int, kind: str = "cold", seed: int = 9) -> torch.Tensor:
     """Selections [kv_heads, tokens, 16] on the GPU: the own block and, of those before it, random
-    ones for each token ("cold"), the same for all ("hot") or -1 in places of its own ("holes").
+    ones for each token ("cold"), the same for all ("hot"), -1 in places of its own ("holes") or
+    runs of neighbours that drift from token to token ("runs"), also with holes ("holey-runs").
     """
     generator = torch.Generator().manual_seed(seed)
     positions = torch.tensor([position for _, position in step.tokens], dtype=torch.long)
@@ -46,11 +47,14 @@ def choose(step: Step, kv_heads: int, kind: str = "cold", seed: int = 9) -> torc
     ids = torch.zeros(kv_heads, step.num_tokens, TOP_K, dtype=torch.int32)  # padding: block 0
     for head in range(kv_heads):
         score = torch.rand(1 if kind == "hot" else len(own), len(blocks), generator=generator)
+        if "runs" in kind:
+            drifting = (blocks + positions[:, None] // 24) // 5 % len(blocks)
+            score = torch.rand(len(blocks), generator=generator)[drifting] + 1e-3 * score
         score = score.expand(len(own), -1).masked_fill(blocks > own, -1.0)
         score = score.masked_fill(blocks == own, 2.0)
         best = score.topk(min(TOP_K, len(blocks)), dim=1)
         chosen = best.indices.masked_fill(best.values < 0, -1)
-        if kind == "holes":
+        if kind.startswith("hole"):
             hole = torch.rand(chosen.shape, generator=generator) < 0.2
             chosen = chosen.masked_fill(hole, -1)
             chosen[3::7] = -1
@@ -174,37 +178,55 @@ def test_attends_to_the_selection(library: Any, step: str, shape: str, wgmma: bo
     case.check(case.run(library, wgmma))
 
 
-@pytest.mark.parametrize("kind", ["hot", "holes"])
+@pytest.mark.parametrize("kind", ["hot", "holes", "runs", "holey-runs"])
 @pytest.mark.parametrize("shape", ["gqa16", "gqa8"])
 def test_selections(library: Any, shape: str, kind: str, wgmma: bool) -> None:
     case = Case(make_step([Request(300, 5000), Request(700, 700)]), shape, kind)
     case.check(case.run(library, wgmma))
 
 
+@pytest.mark.parametrize("kind", ["cold", "runs", "holey-runs"])
+@pytest.mark.parametrize("shape", ["gqa16", "gqa8"])
+def test_few_queries_of_a_block(library: Any, shape: str, kind: str, wgmma: bool) -> None:
+    """Less than 16 on average: the kernel with three blocks under way."""
+    case = Case(make_step([Request(200, 30_000)]), shape, kind)
+    case.check(case.run(library, wgmma))
+
+
 @pytest.mark.parametrize(
-    "requests",
+    ("requests", "shape", "kind"),
     [
-        pytest.param([(8192, 8192)], id="8k"),
-        pytest.param([(16384, 16384)], id="16k"),
-        pytest.param([(332, 5332), (2980, 9300), (12928, 22912)], id="three-requests"),
+        pytest.param([(8192, 8192)], "gqa8-one", "cold", id="8k"),
+        pytest.param([(16384, 16384)], "gqa16", "runs", id="16k"),
+        pytest.param(
+            [(332, 5332), (2980, 9300), (12928, 22912)], "gqa16", "cold", id="three-requests"
+        ),
+        pytest.param([(2048, 262_144)], "gqa16", "runs", id="2k-on-256k"),
     ],
 )
-def test_large_chunks(library: Any, requests: Sequence[tuple[int, int]], wgmma: bool) -> None:
-    case = Case(make_step([Request(*request) for request in requests]), "gqa8-one")
+def test_large_chunks(
+    library: Any, requests: Sequence[tuple[int, int]], shape: str, kind: str, wgmma: bool
+) -> None:
+    """Thread blocks take the last parts of the work as they become free."""
+    case = Case(make_step([Request(*request) for request in requests]), shape, kind)
     case.check(case.run(library, wgmma), most=200)
 
 
+@pytest.mark.parametrize("kind", ["cold", "runs"])
 @pytest.mark.parametrize("rounds", [(100, 1), (333, 2), (64, 1)])
-def test_rounds_give_the_same_bits(library: Any, rounds: tuple[int, int], wgmma: bool) -> None:
-    """A partial result is of one block, so it does not matter what else is computed with it."""
-    case = Case(make_step([Request(300, 5000), Request(31, 900)], padded_tokens=7), "gqa16")
+def test_rounds_give_the_same_bits(
+    library: Any, rounds: tuple[int, int], kind: str, wgmma: bool
+) -> None:
+    """Which blocks have a partial result in common is up to the token alone."""
+    case = Case(make_step([Request(300, 5000), Request(31, 900)], padded_tokens=7), "gqa16", kind)
     assert harness.same_bits(case.run(library, wgmma, rounds), case.run(library, wgmma))
 
 
-def test_a_chunk_and_its_continuation(library: Any, wgmma: bool) -> None:
+@pytest.mark.parametrize("kind", ["cold", "runs"])
+def test_a_chunk_and_its_continuation(library: Any, kind: str, wgmma: bool) -> None:
     """Cut in the middle of a block, the second part has the rows that it has in one chunk."""
-    whole, part = (make_step([Request(n, 1500)], seed=4) for n in (700, 333))
-    cases = [Case(step, "gqa16") for step in (whole, part)]
+    whole, part = (make_step([Request(n, 4100)], seed=4) for n in (700, 333))
+    cases = [Case(step, "gqa16", kind) for step in (whole, part)]
     cases[1].q = cases[0].q[-333:].contiguous()
     cases[1].ids = cases[0].ids[:, -333:].contiguous()
     out = [case.run(library, wgmma) for case in cases]
@@ -237,10 +259,11 @@ def test_rows_that_see_all_blocks_have_the_bits_of_dense_attention(
     case.check(out)
 
 
-def test_small_chunks_are_inverted_like_large_ones(library: Any, wgmma: bool) -> None:
+@pytest.mark.parametrize("kind", ["cold", "runs"])
+def test_small_chunks_are_inverted_like_large_ones(library: Any, kind: str, wgmma: bool) -> None:
     """A request has the bits that it has among 40 others, whose inversion takes three kernels."""
     alone, among = (
-        Case(make_step([Request(300, 4000)] + [Request(3, 3)] * others, seed=4), "gqa16")
+        Case(make_step([Request(300, 4000)] + [Request(3, 3)] * others, seed=4), "gqa16", kind)
         for others in (0, 40)
     )
     among.q[:300] = alone.q
