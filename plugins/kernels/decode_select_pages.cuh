@@ -39,6 +39,22 @@ __device__ inline int32_t scored_blocks(BlockSelectParams const& p, DecodeReques
   return r.num_tokens <= 0 || sees_all ? 0 : min(own, p.tokens.max_pages);
 }
 
+// What a block of threads keeps of a page.
+struct Page {
+  int32_t id;     // -1: missing
+  uint32_t word;  // first token and number of tokens of its request, whether it was full before
+  uint32_t row;   // where the score of the first row stands
+
+  __device__ bool is_old() const { return (word & 1) != 0; }
+  __device__ uint32_t request() const { return word >> 1; }
+};
+__device__ inline int32_t first_token_of(uint32_t request) {
+  return static_cast<int32_t>(request >> 4);
+}
+__device__ inline int32_t num_tokens_of(uint32_t request) {
+  return static_cast<int32_t>(request & 15);
+}
+
 // Walks over the line. All lanes of a warp hold the same cursor and call it together.
 class PageCursor {
  public:
@@ -76,9 +92,7 @@ class PageCursor {
     }
   }
 
-  // To the next page; true when it belongs to another request. Behind the last it stays.
-  __device__ bool advance() { return ++block_ == num_blocks_ && next_request(); }
-
+  // To the first page of the next request, if there is one.
   __device__ bool next_request() {
     unsigned later = __ballot_sync(~0u, lane_blocks_ > 0 && lane() > at_);
     for (int32_t base = base_ + 32; later == 0; base += 32) {
@@ -91,18 +105,18 @@ class PageCursor {
     return true;
   }
 
-  // Behind so many pages of this request.
-  __device__ void skip(int32_t pages) { block_ += pages; }
-
   __device__ DecodeRequest const& request() const { return request_; }
   __device__ int32_t block() const { return block_; }
   __device__ int32_t pages_left() const { return num_blocks_ - block_; }  // of the request
-  __device__ uint32_t* scores() const {  // of the request's first row
-    int64_t const rows = int64_t{p_.decode_length} * p_.num_index_heads;
-    return round_.scores + (base_ + at_) * rows * round_.score_stride;
+  // The page so many behind this one, of the same request.
+  __device__ Page page(int32_t behind) const {
+    int32_t const block = block_ + behind;
+    bool const old = (block + 1) * kBlockSize <= request_.position(0);
+    auto const rows = static_cast<uint32_t>((base_ + at_) * p_.decode_length * p_.num_index_heads);
+    return {page_of(p_.tokens, request_.request, block),
+            static_cast<uint32_t>(request_.first_token << 5 | request_.num_tokens << 1) | old,
+            rows * static_cast<uint32_t>(round_.score_stride) + block};
   }
-  // Whether the block was full before this step.
-  __device__ bool is_old() const { return (block_ + 1) * kBlockSize <= request_.position(0); }
 
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
@@ -133,6 +147,39 @@ class PageCursor {
   DecodeRequest lane_request_{}, request_{};
   int32_t lane_blocks_ = 0, num_blocks_ = 0;
   int32_t block_ = 0;
+};
+
+// The pages of a block of threads, numbered from its first one: those of a batch that is scored, of
+// the next one, which is loaded ahead, and of one that is read into the table meanwhile.
+template <int kBatch>
+struct PageTable {
+  static constexpr int SIZE = 3 * kBatch;
+
+  Page pages[SIZE];
+  int32_t drawn;  // slices of the pool
+
+  __device__ static int32_t place(int32_t page) {
+    return static_cast<int32_t>(static_cast<uint32_t>(page) % SIZE);
+  }
+  __device__ Page const& operator[](int32_t page) const { return pages[place(page)]; }
+
+  // The pages [first, last); page 0 is page `begin` of the line. All warps, then a barrier.
+  __device__ void fill(PageCursor& cursor, int32_t begin, int32_t first, int32_t last) {
+    int const lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int32_t base = first + threadIdx.x / 32 * 32; base < last; base += blockDim.x) {
+      cursor.seek(begin + base);
+      Page mine{};
+#pragma unroll 1
+      for (int32_t at = 0; at < 32;) {
+        int32_t const count = cursor.pages_left();
+        if (lane >= at && lane - at < count) mine = cursor.page(lane - at);
+        at += count;
+        if (at < 32 && !cursor.next_request()) break;
+      }
+      if (base + lane < last) pages[place(base + lane)] = mine;
+    }
+  }
 };
 
 }  // namespace m3::kernels::decode_select

@@ -36,8 +36,15 @@ struct Share {
   }
 };
 
-// A warp's ring of kStages slices and what fills it, ahead of the warp. The block of threads takes
-// kBatch of its pages [begin, end) at a time.
+// How many of a block's pages are a pool at the end of its last batch. Its slices are drawn one by
+// one, so that the warps end together.
+__device__ inline int32_t pool_of(int32_t pages, int32_t batch) {
+  constexpr int LEAST = 16, PART = 8, MOST = 4;
+  return pages < LEAST ? 0 : min(min(pages / PART, MOST), (pages - 1) % batch + 1);
+}
+
+// A warp's ring of kStages slices and what fills it, ahead of the warp: kBatch pages of the block
+// of threads at a time.
 template <class C, int kStages, int kBatch>
 class SliceRing {
   static constexpr int OF_PAGE = Slices<C>::OF_PAGE;
@@ -45,36 +52,32 @@ class SliceRing {
  public:
   static constexpr int BYTES = kStages * SLICE_BYTES;
 
-  // A page that is not like the one before.
-  struct Mark {
-    bool opens_request, missing;
-    int32_t first_token, num_tokens;  // of its request
-  };
   struct Shared {
     uint64_t barriers[kStages];
-    Mark marks[kStages];
+    int32_t drawn[kStages];  // slices
   };
 
-  __device__ SliceRing(BlockSelectParams const& p, PageCursor const& cursor, int32_t begin,
+  // Before a barrier of the block.
+  __device__ static void initialize(Shared& shared) {
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (uint64_t& barrier : shared.barriers) init_bulk_barrier(shared_address(&barrier));
+  }
+
+  // Of the block's pages [0, pool_begin), then what the warp draws of [pool_begin, end).
+  __device__ SliceRing(BlockSelectParams const& p, PageTable<kBatch>& table, int32_t pool_begin,
                        int32_t end, int spared, uint8_t* slices, Shared& shared)
       : p_(p),
-        cursor_(cursor),
-        share_(share(begin, end, spared)),
-        batch_(begin),
+        table_(table),
+        share_(share(0, pool_begin, spared)),
+        pool_begin_(pool_begin),
         end_(end),
         spared_(spared),
         slices_(shared_address(slices)),
-        shared_(shared) {
-    if (threadIdx.x % 32 == 0) {
-#pragma unroll
-      for (uint64_t& barrier : shared_.barriers) init_bulk_barrier(shared_address(&barrier));
-    }
-    __syncwarp();
-    if (share_.next < share_.last) jump();
-  }
+        shared_(shared) {}
 
-  // The next slice, none behind the last. Until the previous kernel has ended only keys of earlier
-  // steps are loaded.
+  // The next slice, none behind the last. The first ones, of one batch, may be loaded before the
+  // previous kernel has ended: until then only keys of earlier steps are.
   template <bool kFirst = false>
   __device__ void load(int stage) {
     if (left_ > 0 || open_page<kFirst>(stage)) {
@@ -96,20 +99,12 @@ class SliceRing {
 #endif
   }
 
-  // Whether there is a mark at the slice; only once.
-  __device__ bool take_mark(int stage, Mark& mark) {
-    if ((marked_ >> stage & 1) == 0) return false;
-    marked_ &= ~(1u << stage);
-    mark = shared_.marks[stage];
-    return true;
-  }
-
-  __device__ void wait_for_previous() {
-    if (!waited_) wait_for_previous_kernel();
-    waited_ = true;
-  }
-
   __device__ uint32_t slice(int stage) const { return slices_ + stage * SLICE_BYTES; }
+
+  // Slices of the pool that are in the ring. They follow all others.
+  __device__ bool has_drawn() const { return drawn_ > 0; }
+  __device__ int32_t drawn(int stage) const { return shared_.drawn[stage]; }
+  __device__ void finish_drawn() { --drawn_; }
 
  private:
   __device__ static Share share(int32_t batch, int32_t end, int spared) {
@@ -119,68 +114,42 @@ class SliceRing {
   // Goes on to the next page of which the warp has a slice.
   template <bool kFirst>
   __device__ bool open_page(int stage) {
-    if (!jumped_) {
-      if (share_.next < share_.last) {
-        jumped_ = step();
-      } else if (kFirst || !next_batch()) {
-        return false;
-      }
+    int32_t at;
+    if (share_.next < share_.last || (!kFirst && next_batch())) {
+      at = share_.next;
+      left_ = min(OF_PAGE - at % OF_PAGE, share_.last - at);
+      share_.next += left_;
+    } else {
+      if (kFirst || !draw(at)) return false;
+      left_ = 1;
+      ++drawn_;
+      if (threadIdx.x % 32 == 0) shared_.drawn[stage] = at;
     }
-    int32_t const page = __shfl_sync(~0u, table_, cursor_.block() % 32);
-    int const slice = share_.next % OF_PAGE;
-    left_ = min(OF_PAGE - slice, share_.last - share_.next);
-    share_.next += left_;
+    Page const& page = table_[at / OF_PAGE];
+    if (kFirst && !page.is_old()) wait_for_previous_kernel();
+    missing_ = page.id < 0;
     from_ = static_cast<uint8_t const*>(p_.index_cache) +
-            (int64_t{page} * OF_PAGE + slice) * SLICE_BYTES;
-    if (jumped_ || missing_ != (page < 0)) {
-      missing_ = page < 0;
-      marked_ |= 1u << stage;
-      if (threadIdx.x % 32 == 0) {
-        shared_.marks[stage] = {jumped_, missing_, cursor_.request().first_token,
-                                cursor_.request().num_tokens};
-      }
-    }
-    jumped_ = false;
-    if (!cursor_.is_old()) wait_for_previous();
+            (int64_t{page.id} * OF_PAGE + at % OF_PAGE) * SLICE_BYTES;
     return true;
   }
 
   __device__ bool next_batch() {
     while (share_.next == share_.last) {
-      if (batch_ + kBatch >= end_) return false;
+      if (batch_ + kBatch >= pool_begin_) return false;
       batch_ += kBatch;
-      share_ = share(batch_, end_, spared_);
+      share_ = share(batch_, pool_begin_, spared_);
     }
-    jump();
     return true;
   }
 
-  // To the next page; true when it belongs to another request. The table is read up to 32 pages
-  // ahead.
-  __device__ bool step() {
-    if (cursor_.advance()) {
-      read_tables();
-      return true;
-    }
-    if (cursor_.block() % 32 == 0) {
-      table_ = next_table_;
-      next_table_ = read_table(cursor_.block() / 32 + 1);
-    }
+  __device__ bool draw(int32_t& slice) {
+    if (pool_begin_ >= end_) return false;
+    int32_t ticket = 0;
+    if (threadIdx.x % 32 == 0) ticket = atomicAdd(&table_.drawn, 1);
+    slice = pool_begin_ * OF_PAGE + __shfl_sync(~0u, ticket, 0);
+    if (slice < end_ * OF_PAGE) return true;
+    end_ = pool_begin_;
     return false;
-  }
-  // To the first page of the share.
-  __device__ void jump() {
-    cursor_.seek(share_.next / OF_PAGE);
-    read_tables();
-    jumped_ = true;
-  }
-  __device__ void read_tables() {
-    table_ = read_table(cursor_.block() / 32);
-    next_table_ = read_table(cursor_.block() / 32 + 1);
-  }
-  __device__ int32_t read_table(int32_t window) const {
-    return page_of(p_.tokens, cursor_.request().request,
-                   window * 32 + static_cast<int32_t>(threadIdx.x % 32));
   }
 
   __device__ void start_copy(int stage) {
@@ -202,17 +171,15 @@ class SliceRing {
   }
 
   BlockSelectParams const& p_;
-  PageCursor cursor_;
-  Share share_;          // behind the open page
-  bool jumped_ = false;  // to its first page, which opens a request
-  int32_t batch_, end_, spared_;
+  PageTable<kBatch>& table_;
+  Share share_;  // behind the open page
+  int32_t batch_ = 0, pool_begin_, end_, spared_;
   int32_t left_ = 0;  // slices of the open page
   uint8_t const* from_ = nullptr;
   uint32_t slices_;
   Shared& shared_;
-  uint32_t marked_ = 0;  // a bit a stage
-  bool missing_ = false, waited_ = false;
-  int32_t table_ = -1, next_table_ = -1;  // 32 entries each, one a lane
+  int32_t drawn_ = 0;
+  bool missing_ = false;
 };
 
 }  // namespace m3::kernels::decode_select

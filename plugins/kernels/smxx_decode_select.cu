@@ -15,37 +15,45 @@ using E4m3 = __nv_fp8_e4m3;
 using namespace decode_select;
 
 constexpr int64_t SCORE_BUDGET = int64_t{64} << 20;
+constexpr int LONG_ROW = 2048;  // blocks
 
 // ---- Scores. A block of threads takes an equal piece of the line.
 
 constexpr int STEPS = kHeadSize / 16;  // channels of one product
 
-// The queries of a request as the other operand: column = token * Hi + head.
-template <int kTiles>
+// The queries of a request as the other operand: column = token * Hi + head. Up to four of them
+// stand twice, in columns 0 to 3 for keys of even rows and in 4 to 7 for those of odd rows, which
+// read their chunks in the other order.
+template <int kColumns>
 struct Queries {
-  uint32_t pairs[kTiles][STEPS][2];
-  float factor[kTiles][2];  // e4m3: what makes real scores of the sums
+  static constexpr bool TWICE = kColumns == 4;
+  static constexpr int TILES = TWICE ? 1 : kColumns / 8;
+
+  uint32_t pairs[TILES][STEPS][2];
+  float factor[TILES][2];  // e4m3: what makes real scores of the sums
 };
 
 // Which channels meet in a product is free, as long as keys and queries agree. So a lane takes 16
 // bytes of neighbouring channels of a key at once, chunk 4 i + lane % 4, and the same of a query.
 // Through L1: all warps of the GPU want the same few lines when the batch is small.
-template <class C, int kTiles>
+template <class C, int kColumns>
 __device__ void load_queries(BlockSelectParams const& p, int32_t first_token, int32_t num_tokens,
-                             Queries<kTiles>& q) {
+                             Queries<kColumns>& q) {
+  using Q = Queries<kColumns>;
   constexpr int SHARE = 2 / sizeof(C);  // of a chunk's keys that 16 bytes of queries face
   int const lane = threadIdx.x % 32;
   auto const* const first =
       static_cast<Bf16 const*>(p.index_q) + int64_t{first_token} * p.num_index_heads * kHeadSize;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    int const column = n * 8 + lane / 4;
+  for (int n = 0; n < Q::TILES; ++n) {
+    int const column = Q::TWICE ? lane / 4 % 4 : n * 8 + lane / 4;
+    int const other = Q::TWICE ? lane / 16 : 0;
     bool const valid = column < num_tokens * p.num_index_heads;
     auto const* const from = reinterpret_cast<uint4 const*>(first + column * kHeadSize);
 #pragma unroll
     for (int i = 0; i < STEPS / 2; ++i) {
       uint4 four{};
-      if (valid) four = from[(i / SHARE * 4 + lane % 4) * SHARE + i % SHARE];
+      if (valid) four = from[((i / SHARE ^ other) * 4 + lane % 4) * SHARE + i % SHARE];
       q.pairs[n][2 * i][0] = four.x, q.pairs[n][2 * i][1] = four.y;
       q.pairs[n][2 * i + 1][0] = four.z, q.pairs[n][2 * i + 1][1] = four.w;
     }
@@ -58,11 +66,11 @@ __device__ float2 unpack_bf16(uint32_t pair) {
 
 // e4m3 are f16 exactly, in one instruction. So queries become f16, times a power of two that brings
 // the largest of a row below 2^15: what is down to 2^-32 of it stays exact.
-template <int kTiles>
-__device__ void queries_to_half(float scale, Queries<kTiles>& q) {
+template <int kColumns>
+__device__ void queries_to_half(float scale, Queries<kColumns>& q) {
   int const lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+  for (int n = 0; n < Queries<kColumns>::TILES; ++n) {
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; ++i) {
@@ -95,17 +103,19 @@ __device__ uint32_t e4m3_to_half(uint32_t pair) {
 
 // best[2n + i]: the best score of columns 8n + 2 (lane % 4) + i among the lane's keys, those before
 // included.
-template <class C, int kTiles>
-__device__ void score_slice(uint32_t slice, Queries<kTiles> const& q, float (&best)[2 * kTiles]) {
+template <class C, int kColumns>
+__device__ void score_slice(uint32_t slice, Queries<kColumns> const& q,
+                            float (&best)[2 * Queries<kColumns>::TILES]) {
+  constexpr bool TWICE = Queries<kColumns>::TWICE;
+  constexpr int TILES = Queries<kColumns>::TILES;
   constexpr bool kWide = std::is_same_v<C, E4m3>;
   constexpr int ROW_BYTES = Slices<C>::ROW_BYTES;
-  constexpr int CHAINS = 2;  // of products that do not wait for each other
   int const lane = threadIdx.x % 32;
   bool const odd = (lane & 4) != 0;
   uint32_t const from = slice + lane / 4 * ROW_BYTES + lane % 4 * 16;
 #pragma unroll
   for (int keys = 0; keys < Slices<C>::KEYS; keys += 16) {
-    float sums[kTiles][CHAINS][4] = {};
+    float sums[TILES][2][4] = {};  // of the first and of the second chunk
 #pragma unroll
     for (int pair = 0; pair < ROW_BYTES / 64; pair += 2) {
       // Rows lane / 4 and 8 below it. Every other row reads the second chunk first: two rows of the
@@ -122,8 +132,8 @@ __device__ void score_slice(uint32_t slice, Queries<kTiles> const& q, float (&be
         uint32_t upper[4], lower[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          upper[k] = odd ? rows[1 - half][0][k] : rows[half][0][k];
-          lower[k] = odd ? rows[1 - half][1][k] : rows[half][1][k];
+          upper[k] = !TWICE && odd ? rows[1 - half][0][k] : rows[half][0][k];
+          lower[k] = !TWICE && odd ? rows[1 - half][1][k] : rows[half][1][k];
         }
         constexpr int PRODUCTS = kWide ? 4 : 2;
 #pragma unroll
@@ -137,19 +147,19 @@ __device__ void score_slice(uint32_t slice, Queries<kTiles> const& q, float (&be
             a[2] = upper[2 * j + 1], a[3] = lower[2 * j + 1];
           }
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
+          for (int n = 0; n < TILES; ++n) {
             uint32_t const(&b)[2] = q.pairs[n][(pair + half) * PRODUCTS + j];
             if constexpr (kWide) {
-              multiply_add_half(sums[n][j % CHAINS], a, b[0], b[1]);
+              multiply_add_half(sums[n][half], a, b[0], b[1]);
             } else {
-              multiply_add(sums[n][j % CHAINS], a, b[0], b[1]);
+              multiply_add(sums[n][half], a, b[0], b[1]);
             }
           }
         }
       }
     }
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < TILES; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float upper = sums[n][0][i] + sums[n][1][i], lower = sums[n][0][i + 2] + sums[n][1][i + 2];
@@ -162,12 +172,13 @@ __device__ void score_slice(uint32_t slice, Queries<kTiles> const& q, float (&be
 
 // Scores of a batch of pages on their way to memory. A score is 4 bytes and its row continues with
 // the next block: single ones would cost the memory more than the keys' last percents.
-template <int kTiles>
+template <int kColumns>
 struct Scores {
-  static constexpr int COLUMNS = 8 * kTiles;
-  static constexpr int PAGES = 256 / kTiles;  // of a batch
+  static constexpr bool TWICE = Queries<kColumns>::TWICE;
+  static constexpr int TILES = Queries<kColumns>::TILES;
+  static constexpr int PAGES = 256 / TILES;  // of a batch
   static constexpr int PITCH = PAGES + 1;
-  static constexpr int WORDS = COLUMNS * PITCH;
+  static constexpr int WORDS = kColumns * PITCH;
 
   uint32_t* staged;  // [columns, pages], 0 before
 
@@ -177,12 +188,13 @@ struct Scores {
 
   // The maximum over the lanes that hold other keys, and over all warps. In each round a lane
   // passes on half of its values and keeps the others.
-  __device__ void add(int32_t page, float (&x)[2 * kTiles]) const {
+  __device__ void add(int32_t page, float (&x)[2 * TILES]) const {
     int const lane = threadIdx.x % 32;
+    if constexpr (TWICE) return add_rows_of(page, x);
     int first = 0, copies = 0;
 #pragma unroll
     for (int offset = 16; offset >= 4; offset /= 2) {
-      int const half = kTiles * offset / 16;
+      int const half = TILES * offset / 16;
       bool const upper = (lane & offset) != 0;
       if (half == 0) {
         x[0] = fmaxf(x[0], __shfl_xor_sync(~0u, x[0], offset));
@@ -198,10 +210,24 @@ struct Scores {
     }
     if (copies != 0) return;
 #pragma unroll
-    for (int i = 0; i < (kTiles + 3) / 4; ++i) {
+    for (int i = 0; i < (TILES + 3) / 4; ++i) {
       int const column = (first + i) / 2 * 8 + lane % 4 * 2 + (first + i) % 2;
       atomicMax(staged + column * PITCH + page, ordered_score(x[i]));
     }
+  }
+
+ private:
+  // Even rows have their scores in columns 0 to 3, odd ones in 4 to 7.
+  __device__ void add_rows_of(int32_t page, float (&x)[2]) const {
+    int const lane = threadIdx.x % 32;
+    bool const upper = (lane & 16) != 0;
+    float best = upper ? x[1] : x[0];
+    best = fmaxf(best, __shfl_xor_sync(~0u, upper ? x[0] : x[1], 16));
+    best = fmaxf(best, __shfl_xor_sync(~0u, best, 8));
+    bool const odd_row = (lane & 4) != 0, odd_column = (lane & 2) != 0;
+    if ((lane & 8) != 0 || odd_row != odd_column) return;
+    int const column = lane % 2 * 2 + (upper ? 1 : 0);
+    atomicMax(staged + column * PITCH + page, ordered_score(best));
   }
 };
 
@@ -219,45 +245,43 @@ struct Turn {
 };
 
 // Calls write(word, column, page) with the word of every score of the pages [begin, end) that it is
-// the warp's turn for; a warp, whose cursor goes from begin to end.
-template <class F>
-__device__ void for_each_score(PageCursor& cursor, Round const& round, int heads, int32_t begin,
-                               int32_t end, Turn const& turn, F const& write) {
-  for (int32_t page = begin; page < end;) {
-    if (cursor.pages_left() == 0) cursor.next_request();
-    int32_t const count = min(cursor.pages_left(), end - page);
-    uint32_t* const rows = cursor.scores() + cursor.block();
+// the warp's turn for.
+template <class Table, class F>
+__device__ void for_each_score(Table const& table, BlockSelectParams const& p, Round const& round,
+                               int32_t begin, int32_t end, Turn const& turn, F const& write) {
 #pragma unroll 1
-    for (int c = turn.column; c < cursor.request().num_tokens * heads; c += turn.columns) {
+  for (int32_t i = begin + turn.lane; i < end; i += turn.lanes) {
+    Page const page = table[i];
+    int const rows = num_tokens_of(page.request()) * p.num_index_heads;
 #pragma unroll 1
-      for (int32_t i = turn.lane; i < count; i += turn.lanes) {
-        write(rows[c * round.score_stride + i], c, page + i);
-      }
+    for (int c = turn.column; c < rows; c += turn.columns) {
+      write(round.scores[page.row + c * round.score_stride], c, i);
     }
-    page += count;
-    cursor.skip(count);
   }
 }
 
 // Either the selection starts when the scores' blocks do and waits for their end, or it starts when
 // no old score is left and waits for each new one. The latter is quicker where scoring takes longer
-// than the start of a kernel, unless so many selections wait that they disturb the scores.
-__device__ bool selects_behind(int64_t pages, int processors) {
-  return pages <= processors || pages > 32 * processors;
+// than the start of a kernel, unless so many selections wait, or each for so many scores, that they
+// disturb the scores.
+__device__ bool selects_behind(BlockSelectParams const& p, Round const& round, int64_t pages) {
+  int32_t const rows = round.count * p.decode_length * p.num_index_heads;
+  bool const few = rows <= 2 * round.processors && pages <= int64_t{round.count} * LONG_ROW;
+  return pages <= round.processors || pages > (few ? 64 : 32) * round.processors;
 }
 
 // Grid: as many blocks as the GPU runs at once.
-template <class C, int kTiles, int kStages>
-__global__ void __launch_bounds__(THREADS, kTiles == 1 ? 2 : 1)
+template <class C, int kColumns, int kStages>
+__global__ void __launch_bounds__(THREADS, kColumns <= 8 ? 2 : 1)
     score_pages_kernel(__grid_constant__ BlockSelectParams const p,
                        __grid_constant__ Round const round) {
-  using S = Scores<kTiles>;
+  using S = Scores<kColumns>;
   using Ring = SliceRing<C, kStages, S::PAGES>;
   constexpr int OF_PAGE = Slices<C>::OF_PAGE;
   extern __shared__ __align__(128) uint8_t memory[];
   PageCursor cursor(p, round);
   int64_t const total = cursor.count_pages();
-  bool const early = selects_behind(total, round.processors);
+  bool const early = selects_behind(p, round, total);
   if (early) let_next_kernel_start();
   auto const begin = static_cast<int32_t>(total * blockIdx.x / gridDim.x);
   auto const end = static_cast<int32_t>(total * (blockIdx.x + 1) / gridDim.x);
@@ -266,20 +290,26 @@ __global__ void __launch_bounds__(THREADS, kTiles == 1 ? 2 : 1)
     let_next_kernel_start();
     return;
   }
-  int const warp = threadIdx.x / 32, heads = p.num_index_heads;
+  using Table = PageTable<S::PAGES>;
+  int const warp = threadIdx.x / 32;
   S const scores{reinterpret_cast<uint32_t*>(memory + WARPS * Ring::BYTES)};
-  auto* const shared = reinterpret_cast<typename Ring::Shared*>(scores.staged + S::WORDS);
+  auto& shared = reinterpret_cast<typename Ring::Shared*>(scores.staged + S::WORDS)[warp];
+  auto& table = *reinterpret_cast<Table*>(&shared + WARPS - warp);
+  int32_t const pages = end - begin, pool_begin = pages - pool_of(pages, S::PAGES);
   int const spared = early ? 0 : CLEARING_SLICES;
-  Ring ring(p, cursor, begin, end, spared, memory + warp * Ring::BYTES, shared[warp]);
+  table.fill(cursor, begin, 0, min(pages, S::PAGES));
+  if (threadIdx.x == 0) table.drawn = 0;
+  Ring::initialize(shared);
+  __syncthreads();
+  Ring ring(p, table, pool_begin, pages, spared, memory + warp * Ring::BYTES, shared);
 #pragma unroll 1
   for (int s = 0; s < kStages; ++s) ring.template load<true>(s);
-  cursor.seek(begin);
+  table.fill(cursor, begin, S::PAGES, min(pages, 2 * S::PAGES));
   scores.clear();
   __syncthreads();
-  ring.wait_for_previous();
+  wait_for_previous_kernel();
   if (warp == CLEARING_WARP && !early) {
-    PageCursor clearing = cursor;
-    for_each_score(clearing, round, heads, begin, end, Turn::alone(),
+    for_each_score(table, p, round, 0, pages, Turn::alone(),
                    [](uint32_t& word, int, int32_t) { word = 0; });
     __threadfence();
     __syncwarp();
@@ -287,22 +317,36 @@ __global__ void __launch_bounds__(THREADS, kTiles == 1 ? 2 : 1)
   }
 
   float const scale = p.index_scale == nullptr ? 1.f : *p.index_scale;
-  Queries<kTiles> queries{};
+  Queries<kColumns> queries{};
+  uint32_t request = 0;
+  int32_t open = -1;
   bool missing = false;
   int stage = 0, turn = 0;
-  float best[2 * kTiles];
+  float best[2 * S::TILES];
 #pragma unroll
   for (float& x : best) x = -INFINITY;
 #pragma unroll 1
-  for (int32_t batch = begin; batch < end; batch += S::PAGES) {
-    int32_t const batch_end = min(batch + S::PAGES, end);
+  for (int32_t batch = 0; batch < pages; batch += S::PAGES) {
+    int32_t const batch_end = min(batch + S::PAGES, pages);
+    if (batch + 2 * S::PAGES < pages) {
+      PageCursor again(p, round);
+      again.count_pages();
+      table.fill(again, begin, batch + 2 * S::PAGES, min(pages, batch + 3 * S::PAGES));
+    }
+    Share share = Share::of(batch, min(batch_end, pool_begin), OF_PAGE, spared);
 #pragma unroll 1
-    for (Share share = Share::of(batch, batch_end, OF_PAGE, spared); share.next < share.last;) {
-      typename Ring::Mark mark;
-      if (ring.take_mark(stage, mark)) {
-        missing = mark.missing;
-        if (mark.opens_request) {
-          load_queries<C>(p, mark.first_token, mark.num_tokens, queries);
+    for (;;) {
+      bool const drawn = share.next == share.last;
+      if (drawn && (batch_end < pages || !ring.has_drawn())) break;
+      if (drawn) ring.wait(stage, turn);
+      int32_t const page = (drawn ? ring.drawn(stage) : share.next) / OF_PAGE;
+      if (page != open) {
+        open = page;
+        Page const& opened = table[page];
+        missing = opened.id < 0;
+        if (opened.request() != request) {
+          request = opened.request();
+          load_queries<C>(p, first_token_of(request), num_tokens_of(request), queries);
           if constexpr (std::is_same_v<C, E4m3>) queries_to_half(scale, queries);
         }
       }
@@ -311,27 +355,30 @@ __global__ void __launch_bounds__(THREADS, kTiles == 1 ? 2 : 1)
       __syncwarp();  // the slice may be overwritten
       ring.load(stage);
       if (++stage == kStages) stage = 0, ++turn;
-      int32_t const page = share.next / OF_PAGE;
-      if (++share.next % OF_PAGE != 0 && share.next != share.last) continue;
+      if (drawn) {
+        ring.finish_drawn();
+      } else if (++share.next % OF_PAGE != 0 && share.next != share.last) {
+        continue;
+      }
       scores.add(page - batch, best);
 #pragma unroll
       for (float& x : best) x = -INFINITY;
     }
     __syncthreads();  // staged
-    for_each_score(cursor, round, heads, batch, batch_end, Turn::among_warps(round.row_warps),
+    for_each_score(table, p, round, batch, batch_end, Turn::among_warps(round.row_warps),
                    [&](uint32_t& word, int column, int32_t page) {
                      uint32_t& staged = scores.staged[column * S::PITCH + page - batch];
                      word = staged;
                      staged = 0;
                    });
-    if (batch_end < end) __syncthreads();  // read
+    if (batch_end < pages) __syncthreads();  // read
   }
 }
 
 // ---- Selection: a block of threads for each (request, token, index head).
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 512 / kThreads)
+__global__ void __launch_bounds__(kThreads, kThreads <= 256 ? 512 / kThreads : 1)
     select_pages_kernel(__grid_constant__ BlockSelectParams const p,
                         __grid_constant__ Round const round) {
   __shared__ top_blocks::Shared<kThreads> shared;
@@ -352,7 +399,7 @@ __global__ void __launch_bounds__(kThreads, 512 / kThreads)
   int32_t const count = p.top_k - low - (visible - high);
   top_blocks::Contest const row{round.scores + blockIdx.x * round.score_stride, low, high, count};
   bool const competes = token < request.num_tokens && visible > p.top_k && count > 0;
-  bool const behind = selects_behind(PageCursor(p, round).count_pages(), round.processors);
+  bool const behind = selects_behind(p, round, PageCursor(p, round).count_pages());
   if (behind) wait_for_previous_kernel();
   int32_t const padding = p.tokens.num_tokens - max(num_real, first_decode);
   for (int32_t i = blockIdx.x; i < padding * heads; i += gridDim.x) {
@@ -395,14 +442,14 @@ cudaError_t ask_for_shared_memory(void const* kernel) {
                               cudaSharedmemCarveoutMaxShared);
 }
 
-template <class C, int kTiles, int kStages>
+template <class C, int kColumns, int kStages>
 cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
                           cudaStream_t stream) {
-  using Ring = SliceRing<C, kStages, Scores<kTiles>::PAGES>;
-  constexpr int BYTES =
-      WARPS * (Ring::BYTES + sizeof(typename Ring::Shared)) + Scores<kTiles>::WORDS * 4;
+  using Ring = SliceRing<C, kStages, Scores<kColumns>::PAGES>;
+  constexpr int BYTES = WARPS * (Ring::BYTES + sizeof(typename Ring::Shared)) +
+                        Scores<kColumns>::WORDS * 4 + sizeof(PageTable<Scores<kColumns>::PAGES>);
   if (BYTES > device.shared_bytes) return cudaErrorInvalidConfiguration;
-  auto* const kernel = score_pages_kernel<C, kTiles, kStages>;
+  auto* const kernel = score_pages_kernel<C, kColumns, kStages>;
   auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
   if (error != cudaSuccess) return error;
   error = ask_for_shared_memory(reinterpret_cast<void const*>(kernel));
@@ -412,21 +459,23 @@ cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device
 
 // 128 KB of keys on their way on GPUs that have the room, else 64 KB. More would leave none for the
 // kernel behind.
-template <class C, int kTiles>
+template <class C, int kColumns>
 cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
                           cudaStream_t stream) {
-  return device.shared_bytes >= 160 * 1024 ? launch_scores<C, kTiles, 4>(p, round, device, stream)
-                                           : launch_scores<C, kTiles, 2>(p, round, device, stream);
+  return device.shared_bytes >= 160 * 1024
+             ? launch_scores<C, kColumns, 4>(p, round, device, stream)
+             : launch_scores<C, kColumns, 2>(p, round, device, stream);
 }
 
 template <class C>
 cudaError_t launch_scores(BlockSelectParams const& p, Round const& round, Device const& device,
                           cudaStream_t stream) {
   int const columns = p.num_index_heads * p.decode_length;
-  if (columns <= 8) return launch_scores<C, 1>(p, round, device, stream);
-  if (columns <= 16) return launch_scores<C, 2>(p, round, device, stream);
-  if (columns <= 32) return launch_scores<C, 4>(p, round, device, stream);
-  return launch_scores<C, 8>(p, round, device, stream);
+  if (columns <= 4) return launch_scores<C, 4>(p, round, device, stream);
+  if (columns <= 8) return launch_scores<C, 8>(p, round, device, stream);
+  if (columns <= 16) return launch_scores<C, 16>(p, round, device, stream);
+  if (columns <= 32) return launch_scores<C, 32>(p, round, device, stream);
+  return launch_scores<C, 64>(p, round, device, stream);
 }
 
 template <int kThreads>
@@ -445,6 +494,9 @@ cudaError_t launch_round(BlockSelectParams const& p, Round const& round, Device 
   if (error != cudaSuccess) return error;
   // All rows should find room beside the scores' blocks, to wait there.
   int32_t const rows = round.count * p.decode_length * p.num_index_heads;
+  if (rows <= device.processors / 2 && p.tokens.max_pages > LONG_ROW) {
+    return launch_selection<512>(p, round, rows, stream);
+  }
   return rows <= 2 * device.processors ? launch_selection<256>(p, round, rows, stream)
                                        : launch_selection<128>(p, round, rows, stream);
 }

@@ -16,7 +16,7 @@ static_assert(kMaxTopK <= GROUPS, "a group's best is a candidate");
 
 template <int kThreads>
 struct alignas(16) Shared {
-  static constexpr int CHUNK = kThreads * 32;
+  static constexpr int CHUNK = kThreads <= 256 ? kThreads * 32 : 8192;
 
   uint32_t scores[CHUNK];  // of the row
   uint64_t candidates[MAX_CANDIDATES];

@@ -127,11 +127,12 @@ def test_takes_forced_blocks(rule: Rule) -> None:
     check(batch, q, cache, run(batch, q, cache, rule), rule)
 
 
-@pytest.mark.parametrize("q_len", [1, 8])
-def test_rows_at_the_borders_of_the_ways_to_select(q_len: int) -> None:
-    """Few blocks, short and long rows, rows of several parts; 256 and 128 threads a row."""
-    blocks = [17, 64, 65, 66, 67, 481, 482, 497, 993, 994, 1009, 1010, 4097, 4098]
-    batch = Batch.make([(count - 1) * BLOCK + 77 for count in blocks], q_len=q_len)
+@pytest.mark.parametrize(("q_len", "longest"), [(1, 2000), (1, 9000), (8, 9000)])
+def test_rows_at_the_borders_of_the_ways_to_select(q_len: int, longest: int) -> None:
+    """Few blocks, short and long rows, rows of several parts; 256, 512 and 128 threads a row."""
+    blocks = [17, 64, 65, 66, 67, 481, 482, 497, 993, 994, 1009, 1010, 1985, 1986, 4097, 4098, 8200]
+    lengths = [(count - 1) * BLOCK + 77 for count in blocks if count <= longest]
+    batch = Batch.make(lengths, q_len=q_len)
     q, cache = random_queries(batch, 4), random_cache(batch)
     check(batch, q, cache, run(batch, q, cache))
     check(batch, q, cache, run(batch, q, cache, Rule(16, 3, 2)), Rule(16, 3, 2))
@@ -151,6 +152,17 @@ def test_a_table_narrower_than_the_sequence_and_missing_pages() -> None:
     batch.table[3, :24] = -1  # fewer pages than a selection takes
     q, cache = random_queries(batch, 4), random_cache(batch)
     check(batch, q, cache, run(batch, q, cache))
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_pages_whose_slices_are_drawn(q_len: int, cache_type: str) -> None:
+    """Each block of threads has 29 pages on 132 processors, of several requests, some missing."""
+    batch = Batch.make([9000 + 1000 * i for i in range(24)], q_len=q_len, padded_rows=2)
+    batch.table[torch.rand(batch.table.shape, device="cuda") < 0.05] = -1
+    q, cache = random_queries(batch, 4), random_cache(batch, CACHES[cache_type])
+    scale = torch.tensor([0.37], device="cuda") if cache_type == "e4m3" else None
+    check(batch, q, cache, run(batch, q, cache, scale=scale))
 
 
 def test_a_sequence_shorter_than_its_tokens() -> None:
@@ -177,9 +189,10 @@ def test_finds_needles_at_every_depth(tokens: int) -> None:
         assert (ids[:, 15] == tokens // BLOCK - 1).all()
 
 
-def test_a_million_tokens() -> None:
-    batch = Batch.make([1_048_576, 70_000, 1_000_001], q_len=2)
-    q, cache = random_queries(batch, 4), random_cache(batch)
+@pytest.mark.parametrize(("q_len", "heads"), [(2, 4), (8, 8)])
+def test_a_million_tokens(q_len: int, heads: int) -> None:
+    batch = Batch.make([1_048_576, 70_000, 1_000_001], q_len=q_len)
+    q, cache = random_queries(batch, heads), random_cache(batch)
     check(batch, q, cache, run(batch, q, cache))
 
 
