@@ -148,14 +148,15 @@ struct MoeGemm {
     for (Ahead ahead(*this); ahead.more;) {
       MoeTokens const& t = ahead.t;
       bool const is_shared = t.expert == g.experts;
-      CUtensorMap const* map =
-          &maps.part[is_shared ? kMaxExpertParts : t.expert / g.experts_per_part];
-      int const expert_row = is_shared ? 0 : t.expert % g.experts_per_part * g.weight_rows;
+      int const part = divided(t.expert, g.experts_per_part);
+      CUtensorMap const* map = &maps.part[is_shared ? kMaxExpertParts : part];
+      int const expert_row = is_shared ? 0 : (t.expert - part * g.experts_per_part) * g.weight_rows;
       int2 const rows0 = Product::template rows<ROWS>(g, expert_row, t.weight_tile, 0);
       int2 const rows1 = Product::template rows<ROWS>(g, expert_row, t.weight_tile, 1);
       uint64_t const policy = t.alone ? once : again;
       int const k0 = ahead.s.k0;
       int const k1 = ahead.s.k1;
+      int const last = min(k0 + Shape::kStages, k1) - 1;  // that the first ones need not wait for
       for (int k = k0; k < k1; ++k, ring.advance()) {
         ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
         uint32_t const barrier = full(ring.stage);
@@ -169,7 +170,7 @@ struct MoeGemm {
           ptx::tma_load_multicast(target + sharer * HALF, map, barrier, k * SM90_MOE_K, 0, rows.x,
                                   rows.y, 3, policy);
         }
-        if (k == k0) ahead.next(*this);
+        if (k == last) ahead.next(*this);
       }
     }
   }
@@ -179,6 +180,9 @@ struct MoeGemm {
     constexpr int STEP = SM90_MOE_TOKEN_THREADS / 8;
     constexpr int EACH = (Shape::kTokens + STEP - 1) / STEP;  // rows of one thread
     static_assert(STEP % 4 == 0, "two swizzles alternate");
+    // Few rows, which are read again until all weights have passed by.
+    constexpr bool KEPT = Shape::kTokens <= 64;
+    uint64_t const keep = ptx::policy_evict_last();
     int const chunk = thread % 8;
     int const row = thread / 8;
     uint32_t const even = row * 128 + ((chunk ^ (row & 7)) << 4);
@@ -193,11 +197,12 @@ struct MoeGemm {
         int const at = row + i * STEP;
         if (at >= rows) break;
         int const place = ahead.t.place + at;
-        int const source = Product::kGather ? g.rows[place] / g.slots : place;
+        int const source = Product::kGather ? divided(g.rows[place], g.slots) : place;
         offsets[i] = static_cast<uint32_t>(source) * g.depth;
       }
       int const k0 = ahead.s.k0;
       int const k1 = ahead.s.k1;
+      int const last = min(k0 + Shape::kStages, k1) - 1;
       __nv_bfloat16 const* in = g.in + k0 * SM90_MOE_K + chunk * 8;
       for (int k = k0; k < k1; ++k, ring.advance(), in += SM90_MOE_K) {
         ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
@@ -206,13 +211,15 @@ struct MoeGemm {
         for (int i = 0; i < EACH; ++i) {
           if (row + i * STEP >= rows) break;
           uint32_t const place = (i % 2 == 0 ? even : odd) + i / 2 * 2 * STEP * 128;
-          ptx::cp_async_16(target + place, in + offsets[i]);
+          if constexpr (KEPT) {
+            ptx::cp_async_16(target + place, in + offsets[i], keep);
+          } else {
+            ptx::cp_async_16(target + place, in + offsets[i]);
+          }
         }
         ptx::cp_async_arrive(full(ring.stage));
-        if (k == k0) {
-          if (thread == 0) post(posts.stage, ahead.s, ahead.t);
-          ahead.next(*this);
-        }
+        if (k == k0 && thread == 0) post(posts.stage, ahead.s, ahead.t);
+        if (k == last) ahead.next(*this);
       }
     }
     if (thread == 0) post(posts.stage, {-1, 0, 0, 0, 0}, {});
@@ -386,7 +393,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   if (Product::kGather) let_next_kernel_start();
 
   if (warp < 4) {
-    ptx::registers_down<88>();
+    ptx::registers_down<104>();
     if (warp > 0) {
       if (!Product::kGather) wait_for_previous_kernel();
       gemm.load_tokens(threadIdx.x - 32);
@@ -394,7 +401,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
       gemm.load_weights();
     }
   } else {
-    ptx::registers_up<208>();
+    ptx::registers_up<200>();
     if (!Product::kGather) {
       wait_for_previous_kernel();
       let_next_kernel_start();
@@ -436,7 +443,9 @@ cudaError_t encode_sm90_moe_weights(MoeWeightMaps& maps, MoeGemmArgs const& g, M
     cuuint64_t const dims[] = {static_cast<cuuint64_t>(g.depth), 8, NEIGHBOURS, groups};
     cuuint64_t const strides[] = {NEIGHBOURS * row, row, 8 * NEIGHBOURS * row};
     cuuint32_t const box[] = {64, 8, 2, BOX_ROWS / 16};
-    return encode_tensor_map(map, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, dims, strides, box);
+    // The other half of 256 bytes is a stage later, by which time L2 may have given it up again.
+    return encode_tensor_map(map, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, dims, strides, box,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   };
   cudaError_t status = encode(maps.part[kMaxExpertParts], shared, 1);
   for (int i = 0; i < p.parts && status == cudaSuccess; ++i) {
