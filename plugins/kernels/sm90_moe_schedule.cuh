@@ -27,11 +27,17 @@ struct MoeSegment {
   int first_cta, last_cta;
 };
 
-// Waves of whole tiles, then, where that evens the load, the last one or two waves cut along K.
+// Waves of whole tiles, then, where that evens the load, the last one or two waves cut along K. Or,
+// with tickets, one wave and then the next tile for whoever comes next.
 class MoeSchedule {
  public:
-  __device__ MoeSchedule(int tiles, int depth, int cta, int ctas)
-      : depth_(depth), cta_(cta), ctas_(ctas), next_(cta) {
+  __device__ MoeSchedule(int tiles, int depth, int cta, int ctas, bool tickets)
+      : depth_(depth), cta_(cta), ctas_(ctas), next_(cta), tiles_(tiles) {
+    if (tickets) {
+      whole_ = min(tiles, ctas);
+      each_ = longer_ = unit_ = end_ = 0;
+      return;
+    }
     constexpr int SPLIT_COST = 3;                  // stages that adding up partial sums takes
     int const full = divided(tiles, ctas) * ctas;  // tiles of full waves
     int const idle = full == tiles ? 0 : full + ctas - tiles;
@@ -61,6 +67,12 @@ class MoeSchedule {
     return true;
   }
 
+  // Once next has found the end
+  __device__ bool take(int ticket, MoeSegment& s) const {
+    s = {whole_ + ticket, 0, depth_, cta_, cta_};
+    return s.tile < tiles_;
+  }
+
  private:
   // The first `longer_` CTAs have one unit, a stage of the tiles that are cut, more than others.
   __device__ int begin(int cta) const { return cta * each_ + min(cta, longer_); }
@@ -69,7 +81,7 @@ class MoeSchedule {
     return others < 0 ? divided(unit, each_ + 1) : longer_ + divided(others, each_);
   }
 
-  int depth_, cta_, ctas_, next_, whole_;
+  int depth_, cta_, ctas_, next_, tiles_, whole_;
   int each_, longer_, unit_, end_;
 };
 
