@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from m3trt.bench import kernel_library as kernels
@@ -117,8 +118,19 @@ class MoeLibrary:
 
     def run(self, p: Params, workspace: Tensor) -> None:
         """On torch's current stream."""
+        self._launch(self._library.m3_bench_moe, p, workspace)
+
+    def has_products(self, p: Params) -> bool:
+        """Whether the experts' two products are launches of their own, as products runs them."""
+        return bool(self._library.m3_bench_moe_has_products(ctypes.byref(p)))
+
+    def products(self, p: Params, workspace: Tensor) -> None:
+        """The experts' two products and SwiGLU again, after run with the same arguments."""
+        self._launch(self._library.m3_bench_moe_products, p, workspace)
+
+    @staticmethod
+    def _launch(function: Any, p: Params, workspace: Tensor) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        pointer = ctypes.c_void_p(workspace.data_ptr())
-        status = self._library.m3_bench_moe(ctypes.byref(p), pointer, stream)
+        status = function(ctypes.byref(p), ctypes.c_void_p(workspace.data_ptr()), stream)
         if status != 0:
             raise RuntimeError(f"the launch failed with CUDA error {status}")

@@ -35,6 +35,7 @@ test_moe.py::test_is_exact_mixture[decode-few-bf16]
 test_moe.py::test_is_exact_mixture[decode-padded-bf16]
 test_moe.py::test_is_exact_mixture[decode-padded-f32]
 test_moe.py::test_is_exact_mixture[context-bf16]
+test_moe.py::test_is_exact_mixture[two-slabs-bf16]
 test_moe.py::test_is_exact_mixture[two-slabs-crowded]
 test_varlen_attention.py::test_is_exact_attention[borders-small-bf16]
 test_decode_select.py::test_a_sequence_shorter_than_its_tokens

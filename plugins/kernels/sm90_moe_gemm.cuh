@@ -59,7 +59,7 @@ struct MoeShape {
   static constexpr int kRows = IN_TURN ? SM90_MOE_WEIGHT_ROWS / 2 : SM90_MOE_WEIGHT_ROWS;
   static constexpr int kWeightBytes = kRows * SM90_MOE_K * 2;
   static constexpr int kStageBytes = kWeightBytes + TOKENS * SM90_MOE_K * 2;
-  static constexpr int kPostBytes = static_cast<int>(sizeof(MoeSegment) + sizeof(MoeTokens)) + 8;
+  static constexpr int kPostBytes = static_cast<int>(sizeof(MoeSegment) + sizeof(MoeTokens)) + 24;
   static constexpr int kStages =
       (SM90_MOE_SHARED_ROOM - 3 * kPostBytes) / (kStageBytes + kPostBytes + 16);
   // Segments that the loaders may be ahead of those who multiply: one a stage, those whose results
@@ -72,11 +72,13 @@ struct MoeGemmShared {
   uint64_t full[Shape::kStages];
   uint64_t empty[Shape::kStages];
   uint64_t posted[Shape::kPosts];
+  uint64_t drawn[Shape::kPosts];  // tickets, by the loader of weights for the others
+  int tickets[Shape::kPosts];
   uint64_t turn[2];  // to multiply, of each warpgroup
   MoeSegment segments[Shape::kPosts];
   MoeTokens tokens[Shape::kPosts];
   MoeTiles<Shape::kTokens, Shape::kSharers> tiles;
-  int last[2];
+  int last;
 };
 
 template <class Shape>
@@ -119,23 +121,44 @@ struct MoeGemm {
   __device__ uint32_t empty(int stage) const { return ptx::shared_address(&shared.empty[stage]); }
   __device__ MoeSchedule schedule() const {
     return {shared.tiles.count(g.experts, g.weight_tiles), g.depth / SM90_MOE_K,
-            static_cast<int>(blockIdx.x) / SHARERS, static_cast<int>(gridDim.x) / SHARERS};
+            static_cast<int>(blockIdx.x) / SHARERS, static_cast<int>(gridDim.x) / SHARERS,
+            Shape::kInTurn};
   }
   __device__ MoeTokens tokens(int tile) const {
     return shared.tiles.find(tile, g.experts, g.weight_tiles, sharer);
   }
 
   // The loaders look for the next segment while the copies of one are under way.
+  template <bool DRAWS>
   struct Ahead {
     MoeSchedule work;
     MoeSegment s;
     MoeTokens t;
+    MoeRing<Shape::kPosts> tickets;
+    int drawn = 0;
     bool more = true;
 
     __device__ explicit Ahead(MoeGemm const& gemm) : work(gemm.schedule()) { next(gemm); }
+    // A ticket for the next segment, some time before it is needed.
+    __device__ void draw(MoeGemm const& gemm) {
+      if (Shape::kInTurn && DRAWS) drawn = atomicAdd(gemm.g.arrivals, 1);
+    }
     __device__ void next(MoeGemm const& gemm) {
       more = work.next(s);
+      if (Shape::kInTurn && !more) more = work.take(ticket(gemm), s);
       if (more) t = gemm.tokens(s.tile);
+    }
+    __device__ int ticket(MoeGemm const& gemm) {
+      int volatile& ticket = gemm.shared.tickets[tickets.stage];
+      uint32_t const barrier = ptx::shared_address(&gemm.shared.drawn[tickets.stage]);
+      if (DRAWS) {
+        ticket = drawn;
+        ptx::barrier_arrive(barrier);
+      } else {
+        ptx::barrier_wait(barrier, tickets.phase);
+      }
+      tickets.advance();
+      return ticket;
     }
   };
 
@@ -145,17 +168,18 @@ struct MoeGemm {
     uint64_t const once = ptx::policy_evict_first();
     uint64_t const again = ptx::policy_evict_normal();
     Ring ring;
-    for (Ahead ahead(*this); ahead.more;) {
+    for (Ahead<true> ahead(*this); ahead.more;) {
       MoeTokens const& t = ahead.t;
       bool const is_shared = t.expert == g.experts;
-      CUtensorMap const* map =
-          &maps.part[is_shared ? kMaxExpertParts : t.expert / g.experts_per_part];
-      int const expert_row = is_shared ? 0 : t.expert % g.experts_per_part * g.weight_rows;
+      int const part = divided(t.expert, g.experts_per_part);
+      CUtensorMap const* map = &maps.part[is_shared ? kMaxExpertParts : part];
+      int const expert_row = is_shared ? 0 : (t.expert - part * g.experts_per_part) * g.weight_rows;
       int2 const rows0 = Product::template rows<ROWS>(g, expert_row, t.weight_tile, 0);
       int2 const rows1 = Product::template rows<ROWS>(g, expert_row, t.weight_tile, 1);
       uint64_t const policy = t.alone ? once : again;
       int const k0 = ahead.s.k0;
       int const k1 = ahead.s.k1;
+      int const last = min(k0 + Shape::kStages, k1) - 1;  // that the first ones need not wait for
       for (int k = k0; k < k1; ++k, ring.advance()) {
         ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
         uint32_t const barrier = full(ring.stage);
@@ -169,7 +193,8 @@ struct MoeGemm {
           ptx::tma_load_multicast(target + sharer * HALF, map, barrier, k * SM90_MOE_K, 0, rows.x,
                                   rows.y, 3, policy);
         }
-        if (k == k0) ahead.next(*this);
+        if (k == k0) ahead.draw(*this);
+        if (k == last) ahead.next(*this);
       }
     }
   }
@@ -179,13 +204,16 @@ struct MoeGemm {
     constexpr int STEP = SM90_MOE_TOKEN_THREADS / 8;
     constexpr int EACH = (Shape::kTokens + STEP - 1) / STEP;  // rows of one thread
     static_assert(STEP % 4 == 0, "two swizzles alternate");
+    // Few rows, which are read again until all weights have passed by.
+    constexpr bool KEPT = Shape::kTokens <= 64;
+    uint64_t const keep = ptx::policy_evict_last();
     int const chunk = thread % 8;
     int const row = thread / 8;
     uint32_t const even = row * 128 + ((chunk ^ (row & 7)) << 4);
     uint32_t const odd = (row + STEP) * 128 + ((chunk ^ ((row + STEP) & 7)) << 4);
     Ring ring;
     MoeRing<Shape::kPosts> posts;
-    for (Ahead ahead(*this); ahead.more; posts.advance()) {
+    for (Ahead<false> ahead(*this); ahead.more; posts.advance()) {
       int const rows = ahead.t.rows;
       uint32_t offsets[EACH];  // of my rows in `in`, in elements
 #pragma unroll
@@ -193,11 +221,12 @@ struct MoeGemm {
         int const at = row + i * STEP;
         if (at >= rows) break;
         int const place = ahead.t.place + at;
-        int const source = Product::kGather ? g.rows[place] / g.slots : place;
+        int const source = Product::kGather ? divided(g.rows[place], g.slots) : place;
         offsets[i] = static_cast<uint32_t>(source) * g.depth;
       }
       int const k0 = ahead.s.k0;
       int const k1 = ahead.s.k1;
+      int const last = min(k0 + Shape::kStages, k1) - 1;
       __nv_bfloat16 const* in = g.in + k0 * SM90_MOE_K + chunk * 8;
       for (int k = k0; k < k1; ++k, ring.advance(), in += SM90_MOE_K) {
         ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
@@ -206,13 +235,15 @@ struct MoeGemm {
         for (int i = 0; i < EACH; ++i) {
           if (row + i * STEP >= rows) break;
           uint32_t const place = (i % 2 == 0 ? even : odd) + i / 2 * 2 * STEP * 128;
-          ptx::cp_async_16(target + place, in + offsets[i]);
+          if constexpr (KEPT) {
+            ptx::cp_async_16(target + place, in + offsets[i], keep);
+          } else {
+            ptx::cp_async_16(target + place, in + offsets[i]);
+          }
         }
         ptx::cp_async_arrive(full(ring.stage));
-        if (k == k0) {
-          if (thread == 0) post(posts.stage, ahead.s, ahead.t);
-          ahead.next(*this);
-        }
+        if (k == k0 && thread == 0) post(posts.stage, ahead.s, ahead.t);
+        if (k == last) ahead.next(*this);
       }
     }
     if (thread == 0) post(posts.stage, {-1, 0, 0, 0, 0}, {});
@@ -256,7 +287,9 @@ struct MoeGemm {
     }
     wgmma::wait<0>();
     release(previous);
-    if (s.first_cta != s.last_cta && !add_parts<N>(s, sums)) return;
+    if constexpr (!Shape::kInTurn) {  // those are never cut
+      if (s.first_cta != s.last_cta && !add_parts<N>(s, sums)) return;
+    }
     Product::template finish<N, ROWS>(g, t, part, sums);
   }
 
@@ -271,10 +304,9 @@ struct MoeGemm {
   // returns true: the order of arrival decides who adds, not what is added.
   template <int N>
   __device__ bool add_parts(MoeSegment const& s, float (&sums)[2][N / 2]) const {
-    constexpr int THREADS = Shape::kInTurn ? 128 : 256;
-    int const group = Shape::kInTurn ? static_cast<int>(threadIdx.x) / 128 - 1 : 0;
-    int const barrier = 2 + group;
-    int const thread = static_cast<int>(threadIdx.x) - 128 - group * THREADS;
+    constexpr int THREADS = 256;
+    constexpr int BARRIER = 2;
+    int const thread = static_cast<int>(threadIdx.x) - 128;
     // A CTA has at most two parts of tiles: one whose K it begins, and one that others began.
     auto slot = [&](int cta) {
       int64_t const index = 2 * (cta * SHARERS + sharer) + (cta == s.first_cta);
@@ -287,14 +319,14 @@ struct MoeGemm {
       __stcg(mine + i * THREADS, make_float4(v[0], v[1], v[2], v[3]));
     }
     __threadfence();
-    ptx::named_barrier(barrier, THREADS);  // all parts of this CTA are visible
+    ptx::named_barrier(BARRIER, THREADS);  // all parts of this CTA are visible
     if (thread == 0) {
       int const before = atomicAdd(&g.arrivals[s.first_cta * SHARERS + sharer], 1);
-      shared.last[group] = before == s.last_cta - s.first_cta;
+      shared.last = before == s.last_cta - s.first_cta;
       __threadfence();
     }
-    ptx::named_barrier(barrier, THREADS);  // last
-    bool const last = shared.last[group];
+    ptx::named_barrier(BARRIER, THREADS);  // last
+    bool const last = shared.last;
     if (!last) return false;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sums[0][i] = sums[1][i] = 0.0f;
@@ -373,8 +405,9 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
       ptx::barrier_init(gemm.empty(i), (Shape::kInTurn ? 4 : 8) * SHARERS);
     }
     for (uint64_t const& turn : shared.turn) ptx::barrier_init(ptx::shared_address(&turn), 4);
-    for (uint64_t const& posted : shared.posted) {
-      ptx::barrier_init(ptx::shared_address(&posted), 1);
+    for (int i = 0; i < Shape::kPosts; ++i) {
+      ptx::barrier_init(ptx::shared_address(&shared.posted[i]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.drawn[i]), 1);
     }
     ptx::barrier_init_fence();
   }
@@ -386,7 +419,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   if (Product::kGather) let_next_kernel_start();
 
   if (warp < 4) {
-    ptx::registers_down<88>();
+    ptx::registers_down<104>();
     if (warp > 0) {
       if (!Product::kGather) wait_for_previous_kernel();
       gemm.load_tokens(threadIdx.x - 32);
@@ -394,7 +427,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
       gemm.load_weights();
     }
   } else {
-    ptx::registers_up<208>();
+    ptx::registers_up<200>();
     if (!Product::kGather) {
       wait_for_previous_kernel();
       let_next_kernel_start();
@@ -436,7 +469,9 @@ cudaError_t encode_sm90_moe_weights(MoeWeightMaps& maps, MoeGemmArgs const& g, M
     cuuint64_t const dims[] = {static_cast<cuuint64_t>(g.depth), 8, NEIGHBOURS, groups};
     cuuint64_t const strides[] = {NEIGHBOURS * row, row, 8 * NEIGHBOURS * row};
     cuuint32_t const box[] = {64, 8, 2, BOX_ROWS / 16};
-    return encode_tensor_map(map, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, dims, strides, box);
+    // The other half of 256 bytes is a stage later, by which time L2 may have given it up again.
+    return encode_tensor_map(map, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, dims, strides, box,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   };
   cudaError_t status = encode(maps.part[kMaxExpertParts], shared, 1);
   for (int i = 0; i < p.parts && status == cudaSuccess; ++i) {

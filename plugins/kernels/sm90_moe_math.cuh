@@ -31,45 +31,62 @@ __device__ inline float clamped_swiglu(float gate, float up, float alpha, float 
   return __fdividef(gate, 1.0f + __expf(-alpha * gate)) * (up + 1.0f);
 }
 
-// Four neighbouring sums on their way to combine, 64 bits: 14 of each sum, in steps of 2^-12 of the
-// largest one's power of two, and its exponent. An error of at most 2^-13 of the largest, where
-// the result's rounding errs by 2^-9 of each. NaN and infinity make all four NaN.
+// Four neighbouring sums on their way to combine, 64 bits: 14 of each sum, in steps of about 2^-12
+// of the largest one's power of two, and its exponent. An error of at most 2^-13 of the largest,
+// where the result's rounding errs by 2^-9 of each. NaN and infinity make all four NaN.
 struct MoeFour {
-  static constexpr float HALFWAY = 12582912.0f;  // 1.5 * 2^23: added, the integer's bits come last
+  // 2^23 + 2^13: an integer added to it comes last in the bits, below these.
+  static constexpr float MIDDLE = 8396800.0f;
+  static constexpr uint32_t ABOVE = 0x4b000000;
   static constexpr uint32_t FIELD = 0x3fff;
   uint2 bits;
 
+  // In few instructions: a tile runs through those of all its sums once, so they come from afar.
   __device__ static MoeFour pack(float4 const& v) {
-    uint32_t const largest =
-        max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
-    uint32_t const exponent = max(largest >> 23, 13u);
-    float const scale = __uint_as_float((266 - exponent) << 23);  // 2^12 / 2^(exponent - 127)
-    uint32_t const x = integer(v.x * scale), y = integer(v.y * scale);
-    uint32_t const z = integer(v.z * scale), w = integer(v.w * scale);
-    return {make_uint2((x & FIELD) | (y & FIELD) << 14 | z << 28,
-                       (z & FIELD) >> 4 | (w & FIELD) << 10 | exponent << 24)};
+    float const most = larger(larger(v.x, v.y), larger(v.z, v.w));
+    uint32_t const largest = max(__float_as_uint(most), 13u << 23);
+    // 2^12 / 2^(exponent - 127), less by 2^-13 so that the largest fits even when it is rounded up.
+    float const scale = __uint_as_float((265u << 23 | 0x7ff800) - (largest & 0x7f800000));
+    uint32_t const x = integer(v.x, scale), y = integer(v.y, scale);
+    uint32_t const z = integer(v.z, scale), w = integer(v.w, scale);
+    return {make_uint2(x + (y << 14) + (z << 28),  // ABOVE too many
+                       (z >> 4 & FIELD >> 4) | w << 10 | (largest << 1 & 0xff000000))};
   }
   // sum += weight * these
   __device__ void add_to(float4& sum, float weight) const {
     uint32_t const exponent = bits.y >> 24;
-    float const step = __uint_as_float(exponent == 255 ? 0x7fc00000 : (exponent - 12) << 23);
-    float const factor = weight * step;
-    sum.x = fmaf(factor, value(bits.x), sum.x);
-    sum.y = fmaf(factor, value(bits.x >> 14), sum.y);
-    sum.z = fmaf(factor, value(__funnelshift_r(bits.x, bits.y, 28)), sum.z);
+    uint32_t const step = (exponent - 12) << 23 | 1024;  // 1024: the scale's 1 / (1 - 2^-13)
+    float const factor = weight * __uint_as_float(exponent == 255 ? 0x7fc00000 : step);
+    uint32_t const low = bits.x - ABOVE;
+    sum.x = fmaf(factor, value(low), sum.x);
+    sum.y = fmaf(factor, value(low >> 14), sum.y);
+    sum.z = fmaf(factor, value(__funnelshift_r(low, bits.y, 28)), sum.z);
     sum.w = fmaf(factor, value(bits.y >> 10), sum.w);
   }
-  __device__ void store(void* t) const { __stcs(static_cast<uint2*>(t), bits); }
+  // If i < count. No branch, around which all of pack would have to go.
+  __device__ void store_below(int i, int count, void* t) const {
+    asm volatile(
+        "{\n.reg .pred stored;\n"
+        "setp.lt.s32 stored, %0, %1;\n"
+        "@stored st.global.cs.v2.b32 [%2], {%3, %4};\n}\n" ::"r"(i),
+        "r"(count), "l"(__cvta_generic_to_global(t)), "r"(bits.x), "r"(bits.y)
+        : "memory");
+  }
   __device__ static MoeFour load(void const* t) { return {__ldcs(static_cast<uint2 const*>(t))}; }
 
  private:
-  __device__ static uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffff; }
-  __device__ static uint32_t integer(float x) {
-    return __float_as_uint(fminf(x, 8191.0f) + HALFWAY);
+  // Of the magnitudes; NaN if one is.
+  __device__ static float larger(float x, float y) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(x)), "f"(fabsf(y)));
+    return result;
+  }
+  __device__ static uint32_t integer(float x, float scale) {
+    return __float_as_uint(fmaf(x, scale, MIDDLE));
   }
   // Of the lower 14 bits
   __device__ static float value(uint32_t field) {
-    return __uint_as_float((field & FIELD) ^ 0x4b002000) - 8396800.0f;  // 2^23 + 2^13
+    return __uint_as_float((field & FIELD) | ABOVE) - MIDDLE;
   }
 };
 

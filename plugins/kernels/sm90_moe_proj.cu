@@ -3,7 +3,7 @@
 namespace m3::kernels {
 namespace {
 
-// outputs[place] = proj * activations[place], fp32.
+// outputs[place] = proj * activations[place].
 struct ProjProduct {
   static constexpr bool kGather = false;
   static constexpr int kNeighbours = 4;
@@ -23,18 +23,18 @@ struct ProjProduct {
     int const first = t.weight_tile * ROWS + part * 128 + warp * 32;
     if (first >= g.weight_rows) return;
     int const token = lane % 4 * 2;
+    int const left = t.rows - token;
     int64_t const fours = g.weight_rows / 4;  // of a row
     MoeFour* out = g.outputs + (t.place + token) * fours + first / 4 + lane / 4;
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
+    for (int j = 0; j < N / 8; ++j, out += 8 * fours) {
+      asm volatile("" : "+l"(out));  // or each address is computed from the beginning
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float const* low = &sums[0][4 * j + i];
         float const* high = &sums[1][4 * j + i];
-        if (8 * j + token + i < t.rows) {
-          MoeFour::pack(make_float4(low[0], low[2], high[0], high[2]))
-              .store(out + (8 * j + i) * fours);
-        }
+        MoeFour::pack(make_float4(low[0], low[2], high[0], high[2]))
+            .store_below(8 * j + i, left, out + i * fours);
       }
     }
   }

@@ -9,25 +9,45 @@ namespace m3::kernels {
 
 constexpr int SM90_MOE_K = 64;  // of one pipeline stage
 
+// a / b where 0 <= a and the quotient is below 2^22, in short code: a kernel's first weights wait
+// for it, and between two steps the code leaves the caches.
+__device__ inline int divided(int a, int b) {
+  float inverse;
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(b)));
+  auto quotient = static_cast<int>(static_cast<float>(a) * inverse);
+  int const rest = a - quotient * b;
+  if (rest < 0) --quotient;
+  if (rest >= b) ++quotient;
+  return quotient;
+}
+
 // A part of one tile: stages k0 .. k1 - 1 of its K. first_cta .. last_cta compute the whole tile.
 struct MoeSegment {
   int tile, k0, k1;
   int first_cta, last_cta;
 };
 
-// Waves of whole tiles, then, where that evens the load, the last one or two waves cut along K.
+// Waves of whole tiles, then, where that evens the load, the last one or two waves cut along K. Or,
+// with tickets, one wave and then the next tile for whoever comes next.
 class MoeSchedule {
  public:
-  __device__ MoeSchedule(int tiles, int depth, int cta, int ctas)
-      : depth_(depth), cta_(cta), ctas_(ctas), next_(cta) {
-    constexpr int SPLIT_COST = 3;  // stages that adding up partial sums takes
-    int const waves = (tiles + ctas - 1) / ctas;
-    bool const cut = waves * depth * ctas > tiles * depth + SPLIT_COST * ctas;
-    whole_ = cut ? max(0, tiles / ctas - 1) * ctas : tiles;
-    units_ = (tiles - whole_) * depth;
-    sharers_ = max(1, min(ctas, units_ / 2));  // every one gets something
-    unit_ = begin(min(cta, sharers_));
-    end_ = begin(min(cta + 1, sharers_));
+  __device__ MoeSchedule(int tiles, int depth, int cta, int ctas, bool tickets)
+      : depth_(depth), cta_(cta), ctas_(ctas), next_(cta), tiles_(tiles) {
+    if (tickets) {
+      whole_ = min(tiles, ctas);
+      each_ = longer_ = unit_ = end_ = 0;
+      return;
+    }
+    constexpr int SPLIT_COST = 3;                  // stages that adding up partial sums takes
+    int const full = divided(tiles, ctas) * ctas;  // tiles of full waves
+    int const idle = full == tiles ? 0 : full + ctas - tiles;
+    whole_ = idle * depth > SPLIT_COST * ctas ? max(0, full - ctas) : tiles;
+    int const units = (tiles - whole_) * depth;
+    int const sharers = max(1, min(ctas, units / 2));  // every one gets something
+    each_ = divided(units, sharers);
+    longer_ = units - each_ * sharers;
+    unit_ = begin(min(cta, sharers));
+    end_ = begin(min(cta + 1, sharers));
   }
 
   __device__ bool next(MoeSegment& s) {
@@ -37,7 +57,7 @@ class MoeSchedule {
       return true;
     }
     if (unit_ >= end_) return false;
-    int const tile = unit_ / depth_;
+    int const tile = divided(unit_, depth_);
     s.tile = whole_ + tile;
     s.k0 = unit_ - tile * depth_;
     s.k1 = min(depth_, s.k0 + end_ - unit_);
@@ -47,17 +67,22 @@ class MoeSchedule {
     return true;
   }
 
- private:
-  __device__ int begin(int cta) const { return cta * units_ / sharers_; }
-  // The last cta whose range begins at or before `unit`
-  __device__ int owner(int unit) const {
-    int cta = unit * sharers_ / units_;
-    while (begin(cta + 1) <= unit) ++cta;
-    return cta;
+  // Once next has found the end
+  __device__ bool take(int ticket, MoeSegment& s) const {
+    s = {whole_ + ticket, 0, depth_, cta_, cta_};
+    return s.tile < tiles_;
   }
 
-  int depth_, cta_, ctas_, next_, whole_;
-  int units_, sharers_, unit_, end_;  // stages of the tiles that are cut, who cuts, my range
+ private:
+  // The first `longer_` CTAs have one unit, a stage of the tiles that are cut, more than others.
+  __device__ int begin(int cta) const { return cta * each_ + min(cta, longer_); }
+  __device__ int owner(int unit) const {
+    int const others = unit - longer_ * (each_ + 1);
+    return others < 0 ? divided(unit, each_ + 1) : longer_ + divided(others, each_);
+  }
+
+  int depth_, cta_, ctas_, next_, tiles_, whole_;
+  int each_, longer_, unit_, end_;
 };
 
 // One CTA's share of a tile.
@@ -118,7 +143,7 @@ struct MoeTiles {
     MoeTokens t;
     int const shared_tiles = prefix[1];
     int const routed = (prefix[experts + 1] - shared_tiles);  // a round: of all weight tiles
-    int const round = tile / (shared_tiles + routed);
+    int const round = divided(tile, shared_tiles + routed);
     int const in_round = tile - round * (shared_tiles + routed);
     int local, token_tiles;
     if (in_round < shared_tiles) {
@@ -138,12 +163,12 @@ struct MoeTiles {
       t.expert = low - 1;
       token_tiles = prefix[low + 1] - prefix[low];
       local = i - (prefix[low] - shared_tiles) * weight_tiles;
-      t.weight_tile = local / token_tiles;
-      local %= token_tiles;
+      t.weight_tile = divided(local, token_tiles);
+      local -= t.weight_tile * token_tiles;
     }
     int const rows = begin[t.expert + 1] - begin[t.expert];
     int const parts = token_tiles * SHARERS;
-    int const each = ((rows + parts - 1) / parts + 7) / 8 * 8;
+    int const each = (divided(rows + parts - 1, parts) + 7) / 8 * 8;
     int const first = (local * SHARERS + sharer) * each;
     t.place = begin[t.expert] + first;
     t.rows = max(0, min(each, rows - first));

@@ -34,7 +34,8 @@ struct Sm90MoeWorkspace {
   int32_t* rows;                // [tokens * (top_k + 1)] row of each place
   int32_t* places;              // [tokens * (top_k + 1)] place of each row
   int32_t* expert_begin;        // [experts + 2] first place of each expert, end
-  int32_t* arrivals;            // [2, SM90_MOE_MAX_CTAS] CTAs that finished their part of a tile
+  int32_t* arrivals;            // [2, SM90_MOE_MAX_CTAS] CTAs that finished their part of a tile;
+                                // where tiles are never cut, the first counts tickets
   int32_t* ready;               // [SM90_MOE_DECODE_VISITS] parts of activations that are done
   __nv_bfloat16* activations;   // [tokens * (top_k + 1), width] by place
   MoeFour* outputs;             // [tokens * (top_k + 1), hidden / 4] by place

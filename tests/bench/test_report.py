@@ -85,11 +85,13 @@ def test_table_says_what_failed_and_what_was_beside() -> None:
         "rate": 3.456,
         "rate_unit": "TB/s",
         "baselines": {"torch": 2.0},
+        "gemms_seconds": 1e-5,
     }
     failed = {"case": {"batch": 2, "dtype": "bfloat16"}, "error": "out of memory"}
     text = report.table("Title", [measured | common, failed | common])
     assert text.startswith("### Title\n\nGPU; bfloat16; commit abc\n")
-    assert "| batch 1,024 | 15 us | 1.25 ms | 3.46 TB/s | torch: 2 s |" in text
+    beside = "its GEMMs alone: 10 us; torch: 2 s"
+    assert f"| batch 1,024 | 15 us | 1.25 ms | 3.46 TB/s | {beside} |" in text
     assert "| batch 2 | out of memory | - | - | - |" in text
 
 
