@@ -122,26 +122,19 @@ int m3_bench_selected_rows(Step const* s, void const* q, void const* kv_cache,
 
 // How the plugin computes the context rows: SparseRoute.
 int m3_bench_sparse_route(Step const* s, int32_t top_k) {
-  return static_cast<int>(sparse_route(s->num_tokens - s->num_decode * s->q_len,
+  return static_cast<int>(sparse_route(s->num_tokens - s->num_decode * s->q_len, s->num_heads,
                                        s->num_requests - s->num_decode, s->max_pages, top_k));
 }
 
-// Those of the context rows that did not choose all their blocks.
-int m3_bench_partial_rows(Step const* s, void const* q, void const* kv_cache,
-                          int32_t const* block_ids, int32_t top_k, void* out, cudaStream_t stream) {
-  SparseAttentionParams p{};
-  p.tokens = packed(*s);
-  p.q = q;
-  p.kv_cache = kv_cache;
+// The selected blocks of the context rows by a dense kernel.
+int m3_bench_masked_prefill(Step const* s, void const* q, void const* kv_cache,
+                            int32_t const* block_ids, int32_t num_pages, int32_t top_k, void* out,
+                            int wgmma, cudaStream_t stream) {
+  auto p = context_rows<PagedPrefillParams>(*s, q, kv_cache, num_pages, out);
   p.block_ids = block_ids;
-  p.out = out;
-  p.num_rows = s->num_tokens - s->num_decode * s->q_len;
-  p.num_heads = s->num_heads;
-  p.num_kv_heads = s->num_kv_heads;
   p.top_k = top_k;
-  p.softmax_scale = s->softmax_scale;
-  p.type = Type::kBfloat16;
-  return launch_partial_rows(p, stream);
+  p.joined.end_position = kAllPositions;
+  return wgmma ? launch_sm90_paged_prefill(p, stream) : launch_smxx_paged_prefill(p, stream);
 }
 
 int m3_bench_cache_update(Step const* s, int32_t num_index_heads, int32_t rotary_dim,

@@ -1,5 +1,6 @@
-// The inversion of a prefill chunk's selections alone, for bench/msa_library.py.
+// Joining tiles and inverting the selections of the others alone, for bench/msa_library.py.
 #include "kernels/smxx_invert_blocks.h"
+#include "kernels/smxx_join_tiles.h"
 #include "kernels/sparse_prefill_plan.h"
 
 using namespace m3::kernels;
@@ -14,7 +15,10 @@ struct InvertStep {  // context requests only
   int32_t num_heads, num_kv_heads, top_k;
 };
 
-static InvertedBlocks place(InvertStep const& s, Carver& carver, float*& lse) {
+static InvertedBlocks place(InvertStep const& s, Carver& carver, float*& lse, JoinedTiles& joined) {
+  joined.tokens = kPrefillRows / (s.num_heads / s.num_kv_heads);
+  joined.slots = s.num_tokens / joined.tokens + s.num_requests;
+  carver.take(joined.flags, int64_t{s.num_kv_heads} * joined.slots + 15);
   carver.take(lse, int64_t{s.num_tokens} * s.num_heads * s.top_k);
   return place_inverted_blocks(carver, s.num_tokens, s.num_kv_heads, s.num_requests, s.max_pages,
                                s.top_k, kMostLists);
@@ -24,7 +28,8 @@ static InvertedBlocks place(InvertStep const& s, Carver& carver, float*& lse) {
 int64_t m3_bench_invert_workspace(InvertStep const* s) {
   Carver carver(nullptr);
   float* lse = nullptr;
-  place(*s, carver, lse);
+  JoinedTiles joined{};
+  place(*s, carver, lse, joined);
   return static_cast<int64_t>(carver.used());
 }
 
@@ -42,9 +47,23 @@ int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspa
   p.tile_queries = kSparseTileRows / p.group;
   p.lists = kMostLists;
   p.least_work = 1;
-  p.window = kPrefillRows / p.group;
   Carver carver(workspace);
-  InvertedBlocks const blocks = place(*s, carver, p.lse);
+  InvertedBlocks const blocks = place(*s, carver, p.lse, p.joined);
+  PagedPrefillParams tiles{};
+  tiles.tokens = p.tokens;
+  tiles.num_heads = s->num_heads;
+  tiles.num_kv_heads = p.num_kv_heads;
+  tiles.num_requests = p.num_requests;
+  tiles.num_tokens = p.num_tokens;
+  tiles.block_ids = block_ids;
+  tiles.top_k = p.top_k;
+  tiles.joined = p.joined;
+  if (joins_by_position(p.num_tokens, s->num_heads)) {
+    p.joined.flags = nullptr;
+    p.joined.end_position = joined_blocks(p.num_tokens, s->num_heads, p.top_k) * kBlockSize;
+  } else if (cudaError_t const status = launch_join_tiles(tiles, s->max_pages, stream)) {
+    return status;
+  }
   return launch_invert_blocks(p, blocks, stream);
 }
 }

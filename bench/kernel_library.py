@@ -33,6 +33,7 @@ SOURCES = (
     KERNELS / "smxx_sparse_attention.cu",
     KERNELS / "smxx_paged_prefill.cu",
     KERNELS / "sm90_paged_prefill.cu",
+    KERNELS / "smxx_join_tiles.cu",
     KERNELS / "smxx_invert_blocks.cu",
     KERNELS / "smxx_invert_chunk.cu",
     KERNELS / "smxx_merge_partials.cu",
@@ -314,15 +315,16 @@ def dense_rows(
     block_ids: torch.Tensor,
     wgmma: bool,
 ) -> Callable[[], torch.Tensor]:
-    """Dense attention of the context rows, once more of those that did not choose all blocks."""
+    """A call of a dense kernel that masks what the context rows did not choose: [N, Hq * D]."""
     step = batch.as_c(q.shape[1], kv_cache.shape[3])
-    dense = prefill(library, batch, q, kv_cache, wgmma)
+    out = torch.full((q.shape[0], q.shape[1] * HEAD), torch.nan, dtype=q.dtype, device="cuda")
 
     def call() -> torch.Tensor:
-        out = dense()
+        assert batch.num_tokens == len(q)  # and the batch lives as long as the call
         tensors = map(pointer, (q, kv_cache, block_ids))
-        launch = library.m3_bench_partial_rows
-        check(launch(ctypes.byref(step), *tensors, block_ids.shape[2], pointer(out), stream()))
+        shape = (len(kv_cache), block_ids.shape[2])
+        launch = library.m3_bench_masked_prefill
+        check(launch(ctypes.byref(step), *tensors, *shape, pointer(out), int(wgmma), stream()))
         return out
 
     return call

@@ -18,6 +18,7 @@ INVERT_SOURCES = (
     ROOT / "bench" / "invert_kernels.cu",
     KERNELS / "smxx_invert_blocks.cu",
     KERNELS / "smxx_invert_chunk.cu",
+    KERNELS / "smxx_join_tiles.cu",
 )
 
 

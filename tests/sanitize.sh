@@ -53,6 +53,9 @@ test_sparse_prefill.py::test_attends_to_the_selection[mma-mixed-gqa16]
 test_sparse_prefill.py::test_attends_to_the_selection[wgmma-many-chunks-gqa8]
 test_sparse_prefill.py::test_attends_to_the_selection[mma-whole-gqa16]
 test_sparse_prefill.py::test_few_queries_of_a_block[wgmma-gqa8-runs]
+test_sparse_prefill.py::test_selections[wgmma-gqa16-hot-holes]
+test_sparse_prefill.py::test_dense_rows[wgmma-short-gqa8-holes]
+test_sparse_prefill.py::test_dense_rows[mma-short-gqa8-holes]
 test_sparse_prefill.py::test_query_by_query[mixed-gqa16-bf16]
 test_sparse_prefill.py::test_query_by_query[chunk-ends-gqa8-e4m3]
 test_sparse_prefill.py::test_e4m3_cache[gqa8]
@@ -66,9 +69,10 @@ for case in $cases; do arguments="$arguments $folder/$case"; done
 # racecheck follows an mbarrier from the threads that arrive to those that wait, but not from others
 # that the arriving thread has awaited: those of its warp (__syncwarp of a whole warp leaves no
 # instruction) or of a named barrier. Their reads count as unordered, in the plainest ring of two
-# buffers too. In these files a lane frees buffers for its warp:
+# buffers too. In these files a lane frees or fills buffers for its warp:
 unfollowed='
 kns=sm90_moe_decode_cu
+kns=sm90_paged_prefill_cu
 kns=sm90_sparse_prefill_cu
 '
 # Versions before 2026.4 (CUDA 13.5; on PyPI nvidia-cuda-sanitizer-api) report also what a thread
@@ -76,7 +80,6 @@ kns=sm90_sparse_prefill_cu
 # sides of a __syncthreads:
 version=$("$sanitizer" --version | sed -n 's/^Version \([0-9]*\)[.]\([0-9]*\)[.].*/\1\2/p')
 [ "$version" -ge 20264 ] || unfollowed="$unfollowed
-kns=sm90_paged_prefill_cu
 kns=sm90_prefill_select_cu
 regex=smxx_paged_decode_cu_.*decode_kernelI.*Li[24]E
 "

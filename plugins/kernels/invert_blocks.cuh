@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/packed_tokens.cuh"
+#include "kernels/paged_prefill_tiles.cuh"
 #include "kernels/smxx_invert_blocks.h"
 
 // What the kernels of the inversion share.
@@ -28,19 +28,13 @@ __device__ inline int32_t num_blocks(InvertParams const& p, int32_t request) {
   int32_t const length = max(0, p.tokens.sequence_length[request]);
   return min(p.tokens.max_pages, (length + kBlockSize - 1) / kBlockSize);
 }
+// `token`: of the round.
+__device__ inline bool is_joined(InvertParams const& p, int head, int32_t request, int32_t token) {
+  return is_joined(p.joined, p.tokens, p.num_kv_heads, head, request, p.first_token + token);
+}
 // Position of a token of the request, minus the token's index.
 __device__ inline int32_t position_shift(InvertParams const& p, int32_t request) {
   return p.tokens.sequence_length[request] - p.tokens.cu_query_lens[request + 1];
-}
-
-// How many of `count` tokens from a position on may have chosen all their blocks.
-__device__ inline int32_t whole_tokens(InvertParams const& p, int32_t position, int32_t count) {
-  return p.window == 0 ? 0 : min(count, max(0, p.top_k * kBlockSize - position));
-}
-// The listed tile of a window's tokens.
-__device__ inline void list_window(InvertParams const& p, InvertedBlocks const& b, int32_t windows,
-                                   int32_t window, int head, ListedTile const& tile) {
-  b.listed[int64_t{windows - 1 - window} * p.num_kv_heads + head] = tile;
 }
 
 // Lists of a block: its own, and with two lists the one of it and the next block.
@@ -114,15 +108,15 @@ __device__ void form_pairs(Word* masks, int pitch, int words, int blocks) {
 }
 
 // The warp's 32 neighbouring pairs from `first` on: those in `missing` have no block, those of them
-// in `whole` begin a listed row.
+// in `joined` begin a row of a joined tile.
 __device__ inline void clear_lse(InvertParams const& p, int64_t first, uint32_t missing,
-                                 uint32_t whole) {
+                                 uint32_t joined) {
   int const lane = threadIdx.x % 32, quads = p.group / 4;  // a power of two
   int const shift = __ffs(quads) - 1;
   auto* const lse = reinterpret_cast<float4*>(p.lse + first * p.group);
   for (int i = lane; missing != 0 && i < 32 * quads; i += 32) {
     int const pair = i >> shift;
-    float const x = (whole >> pair & 1) != 0 ? INFINITY : -INFINITY;
+    float const x = (joined >> pair & 1) != 0 ? INFINITY : -INFINITY;
     if ((missing >> pair & 1) != 0) lse[i] = make_float4(x, x, x, x);
   }
 }

@@ -38,12 +38,4 @@ __device__ inline int32_t page_of(PackedTokens const& tokens, int32_t request, i
   return tokens.block_offsets[static_cast<int64_t>(request) * tokens.max_pages + block];
 }
 
-// Whether the row at a position chose every block up to its own. `chosen`: bit i for block i.
-__device__ inline bool sees_all_blocks(int32_t position, int32_t top_k, uint32_t chosen) {
-  int32_t const own = position / kBlockSize;
-  if (position < 0 || own >= top_k) return false;
-  uint32_t const all = (2u << own) - 1;
-  return (chosen & all) == all;
-}
-
 }  // namespace m3::kernels

@@ -8,18 +8,16 @@ namespace m3::kernels {
 
 constexpr int kPrefillRows = 128;  // query rows of a tile
 
-// Up to 16 neighbouring tokens of a request, of which those with a bit in `tokens` are wanted.
-struct ListedTile {
-  int32_t request, first_token, first_position;
-  uint32_t tokens;
-};
+constexpr int kMaxJoined = 32;  // blocks that the rows of a tile may choose together
 
-// Tiles of kPrefillRows query rows that the device lists.
-struct TileList {
-  ListedTile const* tiles;  // [count, Hkv]
-  int32_t const* count;
-  int32_t most;
+// Which tiles of rows that select are joined: attended to with all their rows' blocks at once.
+// Others are left alone.
+struct JoinedTiles {
+  uint8_t* flags;         // [slots, Hkv]: 1 for joined ones; null: those in front of end_position
+  int32_t slots, tokens;  // prefill_slots; of a tile
+  int32_t end_position;
 };
+constexpr int32_t kAllPositions = 1 << 30;
 
 struct PagedPrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
   PackedTokens tokens;
@@ -32,7 +30,10 @@ struct PagedPrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
   int32_t num_requests;  // the first ones of the step, whose tokens these are:
   int32_t num_tokens;    // the first ones of the step, padding included
   float softmax_scale;
-  TileList only;  // nothing but these rows, of 8 or 16 query heads a KV head; null: all
+
+  int32_t const* block_ids;  // [Hkv, N, top_k] logical blocks, -1 is skipped; null: all blocks
+  int32_t top_k;             // up to 32
+  JoinedTiles joined;
 };
 
 // Causal attention of context rows over their request's pages, the chunk itself included.

@@ -16,15 +16,6 @@ struct PrefillTile {
   __device__ int32_t length() const { return max(0, first_position + num_tokens); }
 };
 
-// A tile of which only some tokens may be wanted.
-struct WantedTile : PrefillTile {
-  uint32_t wanted;  // bit i: token i is to be written
-
-  __device__ bool wants(int token) const {
-    return token < num_tokens && (wanted >> token % 32 & 1) != 0;
-  }
-};
-
 // Request r owns the slots from cu[r] / tokens + r to those of request r + 1: at least as many as
 // it needs, and the host knows how many there are at most.
 __host__ __device__ inline int32_t prefill_slots(PagedPrefillParams const& p, int tile_tokens) {
@@ -54,30 +45,43 @@ __device__ inline PrefillTile prefill_tile(PagedPrefillParams const& p, int tile
           p.tokens.sequence_length[low] - count + first};
 }
 
-__device__ inline WantedTile listed_tile(PagedPrefillParams const& p, int32_t slot, int head) {
-  ListedTile const tile = p.only.tiles[int64_t{slot} * p.num_kv_heads + head];
-  return {{tile.request, tile.first_token, 32 - __clz(tile.tokens), tile.first_position},
-          tile.tokens};
+__device__ inline bool is_joined(JoinedTiles const& joined, PrefillTile const& tile, int32_t slot,
+                                 int head, int num_heads) {
+  if (joined.flags == nullptr) return tile.first_position + tile.num_tokens <= joined.end_position;
+  return joined.flags[int64_t{slot} * num_heads + head] != 0;
 }
 
-// How many slots have a tile at most, and theirs, whether they are listed or not.
-__device__ inline int32_t filled_slots(PagedPrefillParams const& p, int tile_tokens) {
-  return p.only.tiles != nullptr ? *p.only.count : prefill_slots(p, tile_tokens);
-}
-__device__ inline WantedTile any_tile(PagedPrefillParams const& p, int tile_tokens, int32_t slot,
-                                      int head) {
-  if (p.only.tiles != nullptr) return listed_tile(p, slot, head);
-  return {prefill_tile(p, tile_tokens, slot), ~0u};
+// Whether a token's tile is.
+__device__ inline bool is_joined(JoinedTiles const& joined, PackedTokens const& tokens,
+                                 int num_heads, int head, int32_t request, int32_t token) {
+  int32_t const first = tokens.cu_query_lens[request], end = tokens.cu_query_lens[request + 1];
+  int32_t const index = (token - first) / joined.tokens;
+  int32_t const start = first + index * joined.tokens;
+  PrefillTile const tile{request, start, min(joined.tokens, end - start),
+                         tokens.sequence_length[request] - end + start};
+  int32_t const slot = first / joined.tokens + request + index;
+  return is_joined(joined, tile, joined.slots - 1 - slot, head, num_heads);
 }
 
-// Tokens behind the real ones, among those of the context rows; by all threads of the grid.
-__device__ inline void clear_context_padding(PagedPrefillParams const& p) {
+// The block that a token chose in a place of its list; -1: none that it sees.
+__device__ inline int32_t chosen_block(PagedPrefillParams const& p, PrefillTile const& tile,
+                                       int head, int token, int place) {
+  int64_t const row = int64_t{head} * p.tokens.num_tokens + tile.first_token + token;
+  int32_t const block = p.block_ids[row * p.top_k + place];
+  int32_t const position = tile.first_position + token;
+  bool const is_seen = block * kBlockSize <= position && block < p.tokens.max_pages;
+  return is_seen ? max(block, -1) : -1;
+}
+
+// Tokens behind the real ones, among those of the context rows; by `threads` threads of each block
+// of the grid.
+__device__ inline void clear_context_padding(PagedPrefillParams const& p, int thread, int threads) {
   int64_t const per_token = int64_t{p.num_heads} * kHeadSize / 8;
   int64_t const block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
   int64_t const end = p.num_tokens * per_token;
-  for (int64_t i = p.tokens.cu_query_lens[p.tokens.num_requests] * per_token + block * blockDim.x +
-                   threadIdx.x;
-       i < end; i += int64_t{gridDim.x} * gridDim.y * blockDim.x) {
+  for (int64_t i =
+           p.tokens.cu_query_lens[p.tokens.num_requests] * per_token + block * threads + thread;
+       i < end; i += int64_t{gridDim.x} * gridDim.y * threads) {
     static_cast<uint4*>(p.out)[i] = make_uint4(0, 0, 0, 0);
   }
 }

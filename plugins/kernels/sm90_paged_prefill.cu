@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "kernels/mma_sync.cuh"
-#include "kernels/paged_prefill_tiles.cuh"
+#include "kernels/paged_prefill_walk.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_attention_mma.cuh"
 #include "kernels/tensor_map.h"
@@ -23,11 +23,6 @@ constexpr int HALF_TILE = ROWS * 64 * 2;  // bytes of the first or last 64 chann
 constexpr int TILE = 2 * HALF_TILE;
 static_assert(ROWS == KEYS && kHeadSize == 128, "queries, keys and values have tiles of one shape");
 
-struct Tile {
-  PrefillTile queries;
-  int32_t head;  // KV head
-};
-
 struct __align__(1024) PrefillShared {
   uint8_t q[STAGES][TILE];  // the results as well, once a group has no more use for its rows
   uint8_t k[STAGES][TILE];
@@ -35,8 +30,11 @@ struct __align__(1024) PrefillShared {
   uint64_t q_full[STAGES], q_empty[STAGES];
   uint64_t k_full[STAGES], k_empty[STAGES];
   uint64_t v_full[STAGES], v_empty[STAGES];
-  int32_t page[STAGES];  // of the keys; -1: nothing of the tile counts
-  Tile tile[STAGES];     // of the queries; without tokens: there are no more
+  int32_t page[STAGES];   // of the keys; -1: nothing of the tile counts
+  HeadTile tile[STAGES];  // of the queries; without tokens: there are no more
+  Choice choice[STAGES];
+  uint64_t choice_full[STAGES];
+  int32_t ids[ROWS * kMaxPlaces];  // of a tile's tokens
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -50,110 +48,104 @@ enum Barrier {
 
 using Ring = sm90::Ring<STAGES>;
 
-__device__ int count_pages(Tile const& tile) {
-  return (tile.queries.length() + KEYS - 1) / KEYS;
-}
-
-// The tiles of a block, those with most keys first, of neighbouring KV heads. Every second round
-// goes backwards, so that the blocks' sums come out alike.
-template <bool kListed>
-class TileWalk {
- public:
-  __device__ TileWalk(PagedPrefillParams const& p, int tile_tokens)
-      : p_(p),
-        tile_tokens_(tile_tokens),
-        end_((kListed ? *p.only.count : prefill_slots(p, tile_tokens)) * p.num_kv_heads) {}
-
-  // Without tokens behind the last tile.
-  __device__ Tile next() {
-    Tile tile{};
-    while (base_ < end_) {
-      int32_t const at = backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-      int32_t const index = base_ + at;
-      base_ += gridDim.x;
-      backwards_ = !backwards_;
-      if (index >= end_) continue;
-      tile.head = index % p_.num_kv_heads;
-      if constexpr (kListed) {
-        WantedTile const listed = listed_tile(p_, index / p_.num_kv_heads, tile.head);
-        tile.queries = listed;
-        wanted = listed.wanted;
-      } else {
-        tile.queries = prefill_tile(p_, tile_tokens_, index / p_.num_kv_heads);
-      }
-      if (tile.queries.num_tokens > 0) return tile;
-    }
-    tile.queries.num_tokens = 0;
-    // An empty tile of the list has a position, and would have pages to bring.
-    if constexpr (kListed) tile.queries.first_position = 0;
-    return tile;
-  }
-
-  uint32_t wanted = 0;  // tokens of the last tile, when it was listed
-
- private:
-  PagedPrefillParams const& p_;
-  int32_t tile_tokens_, end_, base_ = 0;
-  bool backwards_ = false;
-};
-
-// One thread: announces the tiles and brings their queries, then keys and values from the last page
-// to the first. The next tile is looked up while the first page of this one is on its way.
-template <bool kListed>
+// A warp: announces the tiles and brings their queries, then keys and values from the last page to
+// the first. The next tile is looked up while the first page of this one is on its way.
+template <bool kSelects>
 __device__ void produce(PagedPrefillParams const& p, CUtensorMap const& q_map,
                         CUtensorMap const& kv_map, PrefillShared& shared, int group,
-                        TileWalk<kListed> walk) {
+                        int tile_tokens) {
+  bool const leads = threadIdx.x == 0;
+  // Here only inputs of the step are read, behind the wait results of its kernels.
+  if (kSelects && p.joined.flags != nullptr) wait_for_previous_kernel();
+  TileWalk<kSelects> walk(p, tile_tokens);
   Ring queries, ring;
-  Tile next = walk.next();
-  auto const last_page_of = [&](Tile const& tile) {
-    return page_of(p.tokens, tile.queries.request, count_pages(tile) - 1);
+  HeadTile next = walk.next();
+  auto const last_page_of = [&](HeadTile const& tile) {
+    return page_of(p.tokens, tile.queries.request, count_pages<kSelects>(p, tile) - 1);
   };
   int32_t first_page = last_page_of(next);
+  wait_for_previous_kernel();
   for (bool more = true; more; queries.next()) {
-    Tile const tile = next;
+    HeadTile const tile = next;
     more = tile.queries.num_tokens > 0;
     uint32_t const q_full = shared_address(&shared.q_full[queries.stage]);
     sm90::barrier_wait(shared_address(&shared.q_empty[queries.stage]), queries.parity ^ 1);
-    shared.tile[queries.stage] = tile;
-    // Who computes a tile asks for its tokens, not for its request.
-    if (kListed) shared.tile[queries.stage].queries.request = walk.wanted;
-    int const count = count_pages(tile);
+    if (leads) shared.tile[queries.stage] = tile;
+    int count = more ? count_pages<kSelects>(p, tile) : 0;
     if (count == 0) {
-      sm90::barrier_arrive(q_full);
+      if (leads) sm90::barrier_arrive(q_full);
       next = walk.next();
       first_page = last_page_of(next);
       continue;
     }
-    sm90::barrier_expect(q_full, TILE);
-    for (int half = 0; half < 2; ++half) {
-      sm90::load_tile(shared_address(shared.q[queries.stage]) + half * HALF_TILE, &q_map, q_full,
-                      half * 64, tile.head * group, tile.queries.first_token);
+    if (leads) {
+      sm90::barrier_expect(q_full, TILE);
+      for (int half = 0; half < 2; ++half) {
+        sm90::load_tile(shared_address(shared.q[queries.stage]) + half * HALF_TILE, &q_map, q_full,
+                        half * 64, tile.head * group, tile.queries.first_token);
+      }
     }
+    Choice const& choice = shared.choice[queries.stage];
     int32_t next_page = first_page;
-    for (int t = count - 1; t >= 0; --t, ring.next()) {
+    for (int i = 0; i < count; ++i, ring.next()) {
       int32_t const page = next_page;
-      next_page = page_of(p.tokens, tile.queries.request, t - 1);
+      // Of the first page's successor it is only likely which block that is.
+      bool const is_known = kSelects && i > 0;
+      int const block = !is_known ? count - 2 - i : i + 1 < count ? choice.blocks[i + 1] : -1;
+      next_page = page_of(p.tokens, tile.queries.request, block);
       int const s = ring.stage;
       uint32_t const k_full = shared_address(&shared.k_full[s]);
-      sm90::barrier_wait(shared_address(&shared.k_empty[s]), ring.parity ^ 1);
-      shared.page[s] = page;
-      sm90::barrier_expect(k_full, TILE);
-      for (int half = 0; half < 2; ++half) {  // a page of -1 lies outside the map: zeros
-        sm90::load_tile(shared_address(shared.k[s]) + half * HALF_TILE, &kv_map, k_full, half * 64,
-                        tile.head, 0, 2 * page);
-      }
       uint32_t const v_full = shared_address(&shared.v_full[s]);
-      sm90::barrier_wait(shared_address(&shared.v_empty[s]), ring.parity ^ 1);
-      sm90::barrier_expect(v_full, TILE);
-      for (int half = 0; half < 2; ++half) {
-        sm90::load_tile(shared_address(shared.v[s]) + half * HALF_TILE, &kv_map, v_full, half * 64,
-                        tile.head, 0, page < 0 ? -1 : 2 * page + 1);
+      sm90::barrier_wait(shared_address(&shared.k_empty[s]), ring.parity ^ 1);
+      if (leads) {
+        shared.page[s] = page;
+        sm90::barrier_expect(k_full, TILE);
+        for (int half = 0; half < 2; ++half) {  // a page of -1 lies outside the map: zeros
+          sm90::load_tile(shared_address(shared.k[s]) + half * HALF_TILE, &kv_map, k_full,
+                          half * 64, tile.head, 0, 2 * page);
+        }
       }
-      if (t == count - 1) {
-        next = walk.next();
-        first_page = last_page_of(next);
+      sm90::barrier_wait(shared_address(&shared.v_empty[s]), ring.parity ^ 1);
+      if (leads) {
+        sm90::barrier_expect(v_full, TILE);
+        for (int half = 0; half < 2; ++half) {
+          sm90::load_tile(shared_address(shared.v[s]) + half * HALF_TILE, &kv_map, v_full,
+                          half * 64, tile.head, 0, page < 0 ? -1 : 2 * page + 1);
+        }
+      }
+      if (i > 0) continue;
+      next = walk.next();
+      first_page = last_page_of(next);
+      if constexpr (kSelects) {
+        sm90::barrier_wait(shared_address(&shared.choice_full[queries.stage]), queries.parity);
+        int const second = count - 2;
+        count = choice.count;
+        if (count > 1 && choice.blocks[1] != second) {
+          next_page = page_of(p.tokens, tile.queries.request, choice.blocks[1]);
+        }
       }
     }
+  }
+}
+
+// A warp: lists the blocks that the rows of each tile chose.
+__device__ void choose(PagedPrefillParams const& p, PrefillShared& shared, int tile_tokens) {
+  if (p.joined.flags != nullptr) wait_for_previous_kernel();
+  TileWalk<true> walk(p, tile_tokens);
+  Ring queries;
+  HeadTile tile = walk.next();
+  wait_for_previous_kernel();
+  for (; tile.queries.num_tokens > 0; tile = walk.next(), queries.next()) {
+    int const s = queries.stage;
+    sm90::barrier_wait(shared_address(&shared.q_empty[s]), queries.parity ^ 1);
+    int32_t const last = count_pages<true>(p, tile) - 1;
+    if (last >= kMaxJoined) {
+      choose_far(p, tile, last, shared.ids, shared.choice[s]);
+    } else if (last >= 0) {
+      choose_near(p, tile, last, shared.choice[s]);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) sm90::barrier_arrive(shared_address(&shared.choice_full[s]));
   }
 }
 
@@ -218,16 +210,17 @@ struct Scale {
 
 // Scores become weights. The reference stays until a score exceeds it by the slack, which fp32 sums
 // and bf16 weights bear, so that earlier sums rarely shrink. Returns whether any of this warp do,
-// by `decay`.
-__device__ bool weigh(State& state, float (&s)[64], float (&decay)[2], Scale scale) {
+// by `decay`. Rows that do not see the page get weights of 0.
+__device__ bool weigh(State& state, float (&s)[64], float (&decay)[2], Scale scale,
+                      bool const (&sees)[2]) {
   bool exceeds;
   if (state.positive) {
     int const largest[2] = {largest_bits(s, 0), largest_bits(s, 1)};
-    exceeds = (largest[0] > __float_as_int(state.bound[0])) |
-              (largest[1] > __float_as_int(state.bound[1]));
+    exceeds = (sees[0] & (largest[0] > __float_as_int(state.bound[0]))) |
+              (sees[1] & (largest[1] > __float_as_int(state.bound[1])));
   } else {
     float const largest[2] = {largest_score(s, 0), largest_score(s, 1)};
-    exceeds = (largest[0] > state.bound[0]) | (largest[1] > state.bound[1]);
+    exceeds = (sees[0] & (largest[0] > state.bound[0])) | (sees[1] & (largest[1] > state.bound[1]));
   }
   bool const shrinks = __any_sync(~0u, exceeds);
   if (shrinks) {
@@ -235,7 +228,7 @@ __device__ bool weigh(State& state, float (&s)[64], float (&decay)[2], Scale sca
     for (int h = 0; h < 2; ++h) {  // a row never depends on the warp's others
       float const largest = row_max(largest_score(s, h));
       decay[h] = 1.f;
-      if (largest > state.bound[h]) {
+      if (sees[h] && largest > state.bound[h]) {
         float const base = -largest * scale.log2;
         decay[h] = state.bound[h] == -INFINITY ? 0.f : exp2_flushed(base - state.base[h]);
         state.base[h] = base;
@@ -245,10 +238,11 @@ __device__ bool weigh(State& state, float (&s)[64], float (&decay)[2], Scale sca
     }
     state.positive = __all_sync(~0u, state.bound[0] >= 0.f && state.bound[1] >= 0.f);
   }
+  float const base[2] = {sees[0] ? state.base[0] : -INFINITY, sees[1] ? state.base[1] : -INFINITY};
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
     int const h = i / 2 % 2;
-    s[i] = exp2_flushed(fmaf(s[i], scale.log2, state.base[h]));
+    s[i] = exp2_flushed(fmaf(s[i], scale.log2, base[h]));
     state.sum[h] += s[i];
   }
   return shrinks;
@@ -284,6 +278,7 @@ struct Consumer {
 // A warpgroup's 64 rows of a tile with `count` pages. The two groups take turns, so that one's
 // softmax runs under the other's products; within each, the next page's scores are computed
 // together with this page's sum.
+template <bool kSelects>
 __device__ void attend(PrefillShared& shared, PrefillTile const& tile, int count, int log_group,
                        Scale scale, Consumer& self, State& state, float (&out)[64]) {
   int const row = self.index * 64 + self.warp * 16 + self.lane / 4;  // and the eighth behind it
@@ -295,17 +290,33 @@ __device__ void attend(PrefillShared& shared, PrefillTile const& tile, int count
   uint64_t const all_values = sm90::column_descriptor(shared_address(shared.v), HALF_TILE);
   float s[64], decay[2];
   uint32_t weights[32];
-  auto const weigh_page = [&](int t, int32_t page) {
-    if (page < 0 || tile.first_position + 1 < (t + 1) * KEYS) {
+  Choice const& choice = shared.choice[self.queries.stage];
+  int const pages = kSelects ? choice.count : count;
+  auto const chose = [&](int h, int i) {
+    int const token = (row + 8 * h) >> log_group;
+    return (choice.tokens[i][token / 32] >> token % 32 & 1) != 0;
+  };
+  struct Page {
+    int32_t id;
+    int block, place;
+    bool is_partial;  // not all rows chose it
+  };
+  auto const weigh_page = [&](Page const& page) {
+    int const t = page.block;
+    if (page.id < 0 || tile.first_position + 1 < (t + 1) * KEYS) {
       int limit[2];
-      for (int h = 0; h < 2; ++h) limit[h] = page < 0 ? 0 : position[h] + 1 - t * KEYS;
+      for (int h = 0; h < 2; ++h) limit[h] = page.id < 0 ? 0 : position[h] + 1 - t * KEYS;
       mask(s, limit);
     }
-    return weigh(state, s, decay, scale);
+    bool sees[2] = {true, true};
+    if (page.is_partial) sees[0] = chose(0, page.place), sees[1] = chose(1, page.place);
+    return weigh(state, s, decay, scale, sees);
   };
-  auto const wait_keys = [&] {
+  auto const wait_keys = [&](int i) -> Page {
     sm90::barrier_wait(shared_address(&shared.k_full[self.keys.stage]), self.keys.parity);
-    return shared.page[self.keys.stage];
+    int32_t const id = shared.page[self.keys.stage];
+    if constexpr (kSelects) return {id, choice.blocks[i], i, (choice.whole >> i & 1) == 0};
+    return {id, count - 1 - i, i, false};
   };
   auto const wait_values = [&] {
     sm90::barrier_wait(shared_address(&shared.v_full[self.values.stage]), self.values.parity);
@@ -328,20 +339,20 @@ __device__ void attend(PrefillShared& shared, PrefillTile const& tile, int count
     sm90::commit();
   };
 
-  int32_t page = wait_keys();
+  Page page = wait_keys(0);
   sm90::sync_threads(kGroup + self.index, WARPGROUP);  // all have read the page's number
   start_scores();
   sm90::wait<0>();
   sm90::pin(s);
   free_keys();
-  weigh_page(count - 1, page);
+  weigh_page(page);
   pack(weights, s);
   if (int const visible = tile.length() - (count - 1) * KEYS; visible < KEYS) {
     wait_values();
     clear_values(shared, self.values.stage, visible, self.index);
   }
-  for (int t = count - 2; t >= 0; --t) {
-    page = wait_keys();
+  for (int i = 1; i < pages; ++i) {
+    page = wait_keys(i);
     sm90::sync_threads(kTurn + self.index, 2 * WARPGROUP);
     start_scores();
     wait_values();
@@ -350,7 +361,7 @@ __device__ void attend(PrefillShared& shared, PrefillTile const& tile, int count
     sm90::wait<1>();
     sm90::pin(s);
     free_keys();
-    bool const shrinks = weigh_page(t, page);
+    bool const shrinks = weigh_page(page);
     sm90::wait<0>();
     sm90::pin(out);
     free_values();
@@ -370,8 +381,7 @@ __device__ void attend(PrefillShared& shared, PrefillTile const& tile, int count
 
 // Writes the warp's 16 rows and frees the queries: results go through where those lay, so that a
 // row leaves in one piece.
-template <bool kListed>
-__device__ void store_rows(PagedPrefillParams const& p, PrefillShared& shared, Tile const& tile,
+__device__ void store_rows(PagedPrefillParams const& p, PrefillShared& shared, HeadTile const& tile,
                            int log_group, Consumer const& self, State const& state,
                            float const (&out)[64]) {
   int const first_row = self.index * 64 + self.warp * 16;
@@ -405,15 +415,13 @@ __device__ void store_rows(PagedPrefillParams const& p, PrefillShared& shared, T
   for (int i = 0; i < 8; ++i) {
     int const row = first_row + 2 * i + self.lane / 16;
     int const head = (row >> log_group) * p.num_heads + (row & (group - 1));
-    bool const is_wanted =
-        kListed ? WantedTile{tile.queries, static_cast<uint32_t>(tile.queries.request)}.wants(
-                      row >> log_group)
-                : row < tile.queries.num_tokens << log_group;
-    if (is_wanted) to[head * (kHeadSize / 8) + chunk] = pieces[i];
+    if (row < tile.queries.num_tokens << log_group) {
+      to[head * (kHeadSize / 8) + chunk] = pieces[i];
+    }
   }
 }
 
-template <bool kListed>
+template <bool kSelects>
 __device__ void consume(PagedPrefillParams const& p, PrefillShared& shared, int group) {
   Consumer self;
   self.index = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0) - 1;  // which ptxas sees is uniform
@@ -427,23 +435,26 @@ __device__ void consume(PagedPrefillParams const& p, PrefillShared& shared, int 
   for (;; self.queries.next()) {
     int const stage = self.queries.stage;
     sm90::barrier_wait(shared_address(&shared.q_full[stage]), self.queries.parity);
-    Tile const tile = shared.tile[stage];
+    HeadTile const tile = shared.tile[stage];
     if (tile.queries.num_tokens == 0) break;
     State state;
     float out[64];
 #pragma unroll
     for (int i = 0; i < 64; ++i) out[i] = 0.f;
-    if (int const count = count_pages(tile); count > 0) {
-      attend(shared, tile.queries, count, log_group, scale, self, state, out);
+    if (int const count = count_pages<kSelects>(p, tile); count > 0) {
+      if constexpr (kSelects) {
+        sm90::barrier_wait(shared_address(&shared.choice_full[stage]), self.queries.parity);
+      }
+      attend<kSelects>(shared, tile.queries, count, log_group, scale, self, state, out);
     }
-    store_rows<kListed>(p, shared, tile, log_group, self, state, out);
+    store_rows(p, shared, tile, log_group, self, state, out);
   }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 // Grid: a block for each multiprocessor.
-template <bool kListed>
+template <bool kSelects>
 __global__ void __launch_bounds__(THREADS, 1)
     prefill_kernel(__grid_constant__ PagedPrefillParams const p,
                    __grid_constant__ CUtensorMap const q_map,
@@ -451,14 +462,13 @@ __global__ void __launch_bounds__(THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<PrefillShared*>(memory);
-  if constexpr (kListed) {
-    wait_for_previous_kernel();
-  } else {
-    clear_context_padding(p);
-  }
+  let_next_kernel_start();
   int const group = p.num_heads / p.num_kv_heads;
   if (threadIdx.x == 0) {
+    ptx::prefetch_map(&q_map);
+    ptx::prefetch_map(&kv_map);
     for (int s = 0; s < STAGES; ++s) {
+      sm90::barrier_init(shared_address(&shared.choice_full[s]), 1);
       sm90::barrier_init(shared_address(&shared.q_full[s]), 1);
       sm90::barrier_init(shared_address(&shared.q_empty[s]), CONSUMERS * WARPGROUP / 32);
       sm90::barrier_init(shared_address(&shared.k_full[s]), 1);
@@ -470,12 +480,19 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   if (threadIdx.x < WARPGROUP) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;\n");
-    if (threadIdx.x == 0)
-      produce(p, q_map, kv_map, shared, group, TileWalk<kListed>(p, tile_tokens));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;\n");
+    if (threadIdx.x < 32) {
+      produce<kSelects>(p, q_map, kv_map, shared, group, tile_tokens);
+    } else if (kSelects && threadIdx.x / 32 == 1) {
+      choose(p, shared, tile_tokens);
+    } else if (threadIdx.x >= 64) {
+      wait_for_previous_kernel();
+      clear_context_padding(p, threadIdx.x - 64, WARPGROUP - 64);
+    }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;\n");
-    consume<kListed>(p, shared, group);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;\n");
+    wait_for_previous_kernel();
+    consume<kSelects>(p, shared, group);
   }
 #endif
 }
@@ -504,8 +521,7 @@ cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
   if (status != cudaSuccess) return status;
   status = encode_kv_map(kv_map, p.kv_cache, p.num_kv_heads, p.num_pages);
   if (status != cudaSuccess) return status;
-  bool const is_listed = p.only.tiles != nullptr;
-  auto* const kernel = is_listed ? prefill_kernel<true> : prefill_kernel<false>;
+  auto* const kernel = p.block_ids == nullptr ? prefill_kernel<false> : prefill_kernel<true>;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 sizeof(PrefillShared));
   if (status != cudaSuccess) return status;
@@ -513,14 +529,9 @@ cudaError_t launch_sm90_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
   status = count_processors(processors);
   if (status != cudaSuccess) return status;
   auto const tokens = static_cast<int>(tile_tokens);
-  int const slots = is_listed ? p.only.most : prefill_slots(p, tokens);
-  int const blocks = std::min(slots * p.num_kv_heads, processors);
-  if (is_listed) {
-    return launch_behind(kernel, blocks, THREADS, sizeof(PrefillShared), stream, p, q_map, kv_map,
-                         tokens);
-  }
-  kernel<<<blocks, THREADS, sizeof(PrefillShared), stream>>>(p, q_map, kv_map, tokens);
-  return cudaGetLastError();
+  int const blocks = std::min(prefill_slots(p, tokens) * p.num_kv_heads, processors);
+  return launch_behind(kernel, blocks, THREADS, sizeof(PrefillShared), stream, p, q_map, kv_map,
+                       tokens);
 }
 
 }  // namespace m3::kernels

@@ -1,5 +1,6 @@
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_sparse_prefill_tiles.cuh"
@@ -386,7 +387,7 @@ cudaError_t launch_sm90_sparse_prefill(SparsePrefillParams const& p, SparsePrefi
                                        void* workspace, cudaStream_t stream) {
   if (p.kv_scale != nullptr) return cudaErrorInvalidValue;
   return run_sparse_prefill(p, rounds, workspace, stream, attend, launch_sm90_paged_prefill,
-                            kMostLists);
+                            std::numeric_limits<int32_t>::max(), kMostLists);
 }
 
 }  // namespace m3::kernels

@@ -27,7 +27,6 @@ constexpr int MARK_THREADS = 512;
 constexpr int MARK_WARPS = MARK_THREADS / 32;
 constexpr int MAX_PAIRS = TILE_TOKENS * kMaxTopK / MARK_THREADS;  // of a marking thread
 constexpr int WORDS = TILE_TOKENS / 32;
-constexpr int MIN_WINDOW = 8;
 
 __host__ __device__ int32_t num_slots(int32_t num_tokens, int32_t num_requests) {
   return num_tokens / TILE_TOKENS + num_requests;
@@ -57,55 +56,31 @@ __device__ TokenTile token_tile(InvertParams const& p, int32_t slot) {
   return {low, begin + first, min(TILE_TOKENS, count - first)};
 }
 
-// Of the requests: groups of blocks and windows that come before.
+// Of the requests: groups of blocks that come before.
 __device__ void place_requests(InvertParams const& p, InvertedBlocks const& b) {
   __shared__ int32_t sums[MARK_WARPS];
-  int32_t groups_before = 0, windows_before = 0;
+  int32_t before = 0;
   for (int32_t first = 0; first <= p.num_requests; first += MARK_THREADS) {
     int32_t const r = first + threadIdx.x;
-    int32_t groups = 0, windows = 0;
-    if (r < p.num_requests) {
-      int32_t const begin = first_of(p, r), count = first_of(p, r + 1) - begin;
-      groups = (first_list(p, num_blocks(p, r)) + GROUP - 1) / GROUP;
-      if (p.window > 0) {
-        int32_t const position = p.first_token + begin + position_shift(p, r);
-        windows = (whole_tokens(p, position, count) + p.window - 1) / p.window;
-      }
-    }
-    int32_t total_groups, total_windows;
-    groups = block_scan<MARK_WARPS>(groups, sums, total_groups);
-    windows = block_scan<MARK_WARPS>(windows, sums, total_windows);
-    if (r <= p.num_requests) {
-      b.first_group[r] = groups_before + groups;
-      b.first_window[r] = windows_before + windows;
-    }
-    groups_before += total_groups;
-    windows_before += total_windows;
+    int32_t const groups =
+        r < p.num_requests ? (first_list(p, num_blocks(p, r)) + GROUP - 1) / GROUP : 0;
+    int32_t total;
+    int32_t const here = block_scan<MARK_WARPS>(groups, sums, total);
+    if (r <= p.num_requests) b.first_group[r] = before + here;
+    before += total;
   }
   if (threadIdx.x == 0) *b.arrived = 0;
   for (int h = threadIdx.x; h < p.num_kv_heads; h += MARK_THREADS) b.parts_taken[h] = 0;
 }
 
-// Finds the rows that chose all their blocks. `id`: those of the thread's pairs, -1 out of reach.
-__device__ void mark_whole(InvertParams const& p, int32_t const (&id)[MAX_PAIRS],
-                           Divider const& token_of, int count, int32_t first_position,
-                           uint32_t (&whole)[WORDS]) {
-  __shared__ uint32_t seen[TILE_TOKENS];
-  int const thread = threadIdx.x;
-  if (thread < TILE_TOKENS) seen[thread] = 0;
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < MAX_PAIRS; ++j) {
-    if (id[j] >= 0 && id[j] < 32) {
-      atomicOr(seen + token_of(thread + j * MARK_THREADS), 1u << id[j]);
-    }
-  }
-  __syncthreads();
-  if (thread < TILE_TOKENS) {
-    bool const is =
-        thread < count && sees_all_blocks(first_position + thread, p.top_k, seen[thread]);
+// Bits of the tile's tokens that the lists leave out; by all threads of the block.
+__device__ void find_joined(InvertParams const& p, TokenTile const& tile, int head,
+                            uint32_t (&joined)[WORDS]) {
+  int const token = threadIdx.x;
+  if (token < TILE_TOKENS) {
+    bool const is = token < tile.count && is_joined(p, head, tile.request, tile.first + token);
     uint32_t const word = __ballot_sync(~0u, is);
-    if (thread % 32 == 0) whole[thread / 32] = word;
+    if (token % 32 == 0) joined[token / 32] = word;
   }
   __syncthreads();
 }
@@ -114,7 +89,6 @@ __device__ void mark_whole(InvertParams const& p, int32_t const (&id)[MAX_PAIRS]
 __global__ void __launch_bounds__(MARK_THREADS, 2)
     mark_kernel(InvertParams const p, InvertedBlocks const b, int32_t range) {
   extern __shared__ uint4 masks[];  // bit i of a list: the tile's token i is in it
-  __shared__ uint32_t whole[WORDS];
   let_next_kernel_start();
   wait_for_previous_kernel();
   if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) place_requests(p, b);
@@ -139,6 +113,8 @@ __global__ void __launch_bounds__(MARK_THREADS, 2)
     int const i = threadIdx.x + j * MARK_THREADS;
     id[j] = i < pairs ? ids[i] : -1;
   }
+  __shared__ uint32_t joined[WORDS];
+  find_joined(p, tile, head, joined);
   int32_t const here = min(range, blocks - base);
   bool missing = false;  // a page
   for (int i = threadIdx.x; i < here; i += MARK_THREADS) {
@@ -148,15 +124,7 @@ __global__ void __launch_bounds__(MARK_THREADS, 2)
   for (int j = 0; j < MAX_PAIRS; ++j) {
     int const token = token_of(threadIdx.x + j * MARK_THREADS);
     if (id[j] >= blocks || id[j] * kBlockSize > first_position + token) id[j] = -1;
-  }
-  if (whole_tokens(p, first_position, tile.count) > 0) {
-    mark_whole(p, id, token_of, tile.count, first_position, whole);
-    if (threadIdx.x < WORDS && base == 0) b.whole[slot * WORDS + threadIdx.x] = whole[threadIdx.x];
-#pragma unroll
-    for (int j = 0; j < MAX_PAIRS; ++j) {
-      int const token = token_of(threadIdx.x + j * MARK_THREADS);
-      if (id[j] >= 0 && (whole[token / 32] >> token % 32 & 1) != 0) id[j] = -1;
-    }
+    if (id[j] >= 0 && (joined[token / 32] >> token % 32 & 1) != 0) id[j] = -1;
   }
 
   int const lists = first_list(p, here);
@@ -330,18 +298,6 @@ __global__ void __launch_bounds__(THREADS)
   sum_groups(b, p.num_kv_heads * groups);
 }
 
-// The tile's windows, each by a thread.
-__device__ void list_windows(InvertParams const& p, InvertedBlocks const& b, TokenTile const& tile,
-                             int32_t first_position, uint32_t const* whole, int head) {
-  int const first = threadIdx.x * p.window;
-  if (first >= whole_tokens(p, first_position, tile.count)) return;
-  uint32_t const tokens = whole[first / 32] >> first % 32 & ((1u << p.window) - 1);
-  int32_t const window =
-      b.first_window[tile.request] + (tile.first - first_of(p, tile.request) + first) / p.window;
-  list_window(p, b, b.first_window[p.num_requests], window, head,
-              {tile.request, p.first_token + tile.first + first, first_position + first, tokens});
-}
-
 __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, int32_t slots,
                               int32_t slot, int head) {
   TokenTile const tile = token_tile(p, slot);
@@ -355,19 +311,14 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
   uint16_t const* const counts =
       b.counts + (int64_t{head} * slots + slot) * pitch(p.tokens.max_pages, p.lists);
   int const pairs = tile.count * p.top_k;
-  uint32_t whole[WORDS] = {};
-  if (whole_tokens(p, first_position, tile.count) > 0) {
-    uint32_t const* const words = b.whole + (int64_t{head} * slots + slot) * WORDS;
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) whole[w] = words[w];
-    list_windows(p, b, tile, first_position, words, head);
-  }
+  __shared__ uint32_t joined[WORDS];
+  find_joined(p, tile, head, joined);
   Divider const token_of(p.top_k);
   constexpr int DEPTH = 8;  // pairs of a thread under way at once
   for (int first = 0; first < pairs; first += DEPTH * THREADS) {
     int32_t id[DEPTH], at[DEPTH];
     uint16_t rank[DEPTH];
-    uint32_t is_whole = 0;  // bit j: pair j's row
+    uint32_t left_out = 0;  // bit j: pair j
 #pragma unroll
     for (int j = 0; j < DEPTH; ++j) {
       int const i = first + j * THREADS + threadIdx.x;
@@ -377,11 +328,7 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
 #pragma unroll
     for (int j = 0; j < DEPTH; ++j) {
       int const i = first + j * THREADS + threadIdx.x, token = token_of(i);
-      uint32_t const word = token < 32   ? whole[0]
-                            : token < 64 ? whole[1]
-                            : token < 96 ? whole[2]
-                                         : whole[3];
-      is_whole |= (word >> token % 32 & 1) << j;
+      if (i < pairs) left_out |= (joined[token / 32] >> token % 32 & 1) << j;
       at[j] = -1;
       if (rank[j] != NO_LIST) {
         int32_t const list = first_list(p, id[j]) + (rank[j] >> 8);
@@ -393,8 +340,10 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
     for (int j = 0; j < DEPTH; ++j) {
       int const i = first + j * THREADS + threadIdx.x;
       if (at[j] >= 0) b.queries[at[j]] = tile.first * p.top_k + i;
-      uint32_t const missing = __ballot_sync(~0u, i < pairs && at[j] < 0);
-      uint32_t const begun = __ballot_sync(~0u, (is_whole >> j & 1) != 0 && i % p.top_k == 0);
+      bool const is_left_out = (left_out >> j & 1) != 0, begins = i % p.top_k == 0;
+      uint32_t const missing =
+          __ballot_sync(~0u, i < pairs && at[j] < 0 && (begins || !is_left_out));
+      uint32_t const begun = __ballot_sync(~0u, begins && is_left_out);
       clear_lse(p, first_pair + i - threadIdx.x % 32, missing, begun);
     }
   }
@@ -470,9 +419,6 @@ InvertedBlocks place_inverted_blocks(Carver& carver, int32_t num_tokens, int32_t
   carver.take(b.starts, groups + 1);
   carver.take(b.first_group, num_requests + 1);
   carver.take(b.counts, tiles * pitch(max_pages, lists));
-  carver.take(b.listed, int64_t{num_kv_heads} * most_windows(num_tokens, num_requests, MIN_WINDOW));
-  carver.take(b.first_window, num_requests + 1);
-  carver.take(b.whole, tiles * WORDS);
   carver.take(b.ranks, pairs);
   carver.take(b.blocks, groups * GROUP);
   carver.take(b.arrived, 1);

@@ -25,10 +25,10 @@ struct InvertParams {
   int32_t tile_queries;  // queries that an attention tile takes
   int32_t lists;         // of a block: 2 if a query may take it together with the next one, else 1
   int32_t least_work;    // of an item, where a tile's work is the number of its blocks
-  int32_t window;        // tokens of a ListedTile, 8 or 16; 0: no rows are listed
+  JoinedTiles joined;    // whose rows are left out, as if they had chosen no block
   int32_t group;         // query heads of a KV head
   float* lse;            // [Hkv, num_tokens, top_k, group]: -inf where no block is to be read, +inf
-                         // in the first place of a listed row
+                         // in the first place of a row of a joined tile
 };
 
 // A block of a KV head that at least one query chose, or two neighbouring ones.
@@ -48,20 +48,14 @@ struct alignas(16) GroupStart {  // what lies before a group of 32 neighbouring 
   int32_t queries, work, items, unused;
 };
 
-// Rows that chose every block up to their own are plain causal attention: with a window they are
-// listed, and the other arrays leave them out as if they had chosen none.
-//
 // In device memory. Items are ordered by head, request and block; queries of an item by token.
 struct InvertedBlocks {
   int32_t* queries;  // (token - first_token) * top_k + place of the block in the token's list
   KvItem* items;
-  GroupStart* starts;     // [Hkv * groups + 1]; those of head h begin at h * groups
-  int32_t* first_group;   // [num_requests + 1] within a head; the last entry is `groups`
-  ListedTile* listed;     // [windows, Hkv], those of a request with the last first
-  int32_t* first_window;  // [num_requests + 1]; the last entry is `windows`
+  GroupStart* starts;    // [Hkv * groups + 1]; those of head h begin at h * groups
+  int32_t* first_group;  // [num_requests + 1] within a head; the last entry is `groups`
   // What the three kernels tell each other:
   uint16_t* counts;      // [Hkv, tiles, pitch] queries of a tile of tokens, then of those before it
-  uint32_t* whole;       // [Hkv, tiles, 4] bits of a tile's tokens that are listed
   uint16_t* ranks;       // [Hkv, num_tokens, top_k] among the queries of the tile and list
   int32_t* parts_taken;  // [Hkv], 0: for the attention
   int2* blocks;          // [Hkv * groups * 32], of a list: queries; those before it in its group
@@ -72,11 +66,6 @@ struct InvertedBlocks {
 InvertedBlocks place_inverted_blocks(Carver& carver, int32_t num_tokens, int32_t num_kv_heads,
                                      int32_t num_requests, int32_t max_pages, int32_t top_k,
                                      int32_t lists);
-
-// Windows of a round, at most.
-inline int32_t most_windows(int32_t num_tokens, int32_t num_requests, int32_t window) {
-  return num_tokens / window + num_requests;
-}
 
 cudaError_t launch_invert_blocks(InvertParams const& p, InvertedBlocks const& blocks,
                                  cudaStream_t stream);

@@ -23,8 +23,7 @@ constexpr int DYNAMIC_BYTES = 160 * 1024;
 struct Request {
   int32_t first;        // token of the round
   int32_t first_block;  // of all requests' blocks, laid end to end, each request's from a run on
-  int32_t first_window;
-  int32_t shift;  // + token of the round = position
+  int32_t shift;        // + token of the round = position
 };
 
 // Instead of a block's place: the pair has no block, or one that lies in another part.
@@ -34,6 +33,7 @@ struct Place {          // of a token
   int32_t first_block;  // of its request
   int32_t position;     // -1: padding
 };
+constexpr int32_t JOINED = -2;  // instead of a position
 
 struct List {
   int32_t queries;      // of the thread block's lists before this one
@@ -47,8 +47,6 @@ struct Shared {
   uint64_t sums[WARPS];
   Request requests[MAX_CHUNK_REQUESTS + 1];
   Place places[MAX_CHUNK_TOKENS];
-  uint32_t seen[MAX_CHUNK_TOKENS];
-  uint32_t whole[MAX_CHUNK_TOKENS / 32 + 1];
 };
 
 // What a thread block's shared memory holds of its blocks.
@@ -76,32 +74,23 @@ int64_t dynamic_bytes(InvertParams const& p, Layout const& layout) {
 // By the first warp: a request a lane.
 __device__ void place_requests(InvertParams const& p, Shared& shared) {
   int const lane = threadIdx.x;
-  Request mine{p.num_tokens, 0, 0, 0};
-  int32_t blocks = 0, windows = 0;
+  Request mine{p.num_tokens, 0, 0};
+  int32_t blocks = 0;
   if (lane < p.num_requests) {
     mine.first = first_of(p, lane);
     mine.shift = p.first_token + position_shift(p, lane);
-    int32_t const count = first_of(p, lane + 1) - mine.first;
     blocks = static_cast<int32_t>(whole_runs(num_blocks(p, lane)));
-    if (p.window > 0) {
-      windows = (whole_tokens(p, mine.first + mine.shift, count) + p.window - 1) / p.window;
-    }
   }
-  int32_t blocks_upto = blocks, windows_upto = windows;
+  int32_t blocks_upto = blocks;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     int32_t const more_blocks = __shfl_up_sync(~0u, blocks_upto, offset);
-    int32_t const more_windows = __shfl_up_sync(~0u, windows_upto, offset);
-    if (lane >= offset) {
-      blocks_upto += more_blocks;
-      windows_upto += more_windows;
-    }
+    if (lane >= offset) blocks_upto += more_blocks;
   }
   mine.first_block = blocks_upto - blocks;
-  mine.first_window = windows_upto - windows;
   if (lane < p.num_requests) shared.requests[lane] = mine;
   if (lane == p.num_requests - 1) {
-    shared.requests[lane + 1] = {first_of(p, lane + 1), blocks_upto, windows_upto, 0};
+    shared.requests[lane + 1] = {first_of(p, lane + 1), blocks_upto, 0};
   }
 }
 
@@ -161,10 +150,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     int32_t const r = last_request(p, [&](int i) { return shared.requests[i].first <= t; });
     Request const& request = shared.requests[r];
     bool const real = t >= request.first && t < shared.requests[r + 1].first;
-    shared.places[t] = {request.first_block - first_block, real ? max(-1, t + request.shift) : -1};
-    shared.seen[t] = 0;
+    int32_t position = real ? max(-1, t + request.shift) : -1;
+    if (real && is_joined(p, head, r, t)) position = JOINED;
+    shared.places[t] = {request.first_block - first_block, position};
   }
-  if (thread < MAX_CHUNK_TOKENS / 32 + 1) shared.whole[thread] = 0;
   auto const page_at = [&](int32_t at, int32_t& request, int32_t& block) {
     int32_t const of_all = first_block + at;
     request = last_request(p, [&](int i) { return shared.requests[i].first_block <= of_all; });
@@ -195,24 +184,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (id[j] > last) id[j] = -1;
   });
 
-  if (end.first_window > 0) {
-    each_pair([&](int j, int32_t, int32_t token) {
-      if (id[j] >= 0 && id[j] < 32) atomicOr(shared.seen + token, 1u << id[j]);
-    });
-    __syncthreads();
-    for (int t = thread; t - lane < p.num_tokens; t += THREADS) {
-      bool const is =
-          t < p.num_tokens && sees_all_blocks(shared.places[t].position, p.top_k, shared.seen[t]);
-      uint32_t const word = __ballot_sync(~0u, is);
-      if (lane == 0) shared.whole[t / 32] = word;
-    }
-    __syncthreads();
-  }
-  auto const is_listed = [&](int32_t token) {
-    return (shared.whole[token / 32] >> token % 32 & 1) != 0;
-  };
   each_pair([&](int j, int32_t, int32_t token) {
-    if (id[j] < 0 || is_listed(token)) {
+    if (id[j] < 0) {
       id[j] = part == 0 ? MISSING : NOT_HERE;
       return;
     }
@@ -278,7 +251,6 @@ __global__ void __launch_bounds__(THREADS, 1)
                                   start.work + __float_as_int(shared.totals[rank].y),
                                   start.items + __float_as_int(shared.totals[rank].z), 0};
       b.first_group[p.num_requests] = 1;
-      b.first_window[p.num_requests] = end.first_window;
     }
   }
   __syncthreads();  // the lists are described
@@ -320,20 +292,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     uint32_t const cleared = __ballot_sync(~0u, missing);
     if (cleared == 0) return;
-    uint32_t const begun = __ballot_sync(~0u, is_listed(token) && i == token * p.top_k);
-    clear_lse(p, int64_t{head} * pairs + i - lane, cleared, begun);
+    bool const begins = shared.places[token].position == JOINED && i == token * p.top_k;
+    clear_lse(p, int64_t{head} * pairs + i - lane, cleared, __ballot_sync(~0u, begins));
   });
-  if (part > 0) return;
-  for (int32_t w = thread; w < end.first_window; w += THREADS) {
-    int32_t const r = last_request(p, [&](int i) { return shared.requests[i].first_window <= w; });
-    Request const& request = shared.requests[r];
-    int32_t const token = request.first + (w - request.first_window) * p.window;
-    int32_t const count = min(p.window, shared.requests[r + 1].first - token);
-    uint64_t const bits = shared.whole[token / 32] | uint64_t{shared.whole[token / 32 + 1]} << 32;
-    auto const tokens = static_cast<uint32_t>(bits >> token % 32) & ((1u << count) - 1);
-    list_window(p, b, end.first_window, w, head,
-                {r, p.first_token + token, token + request.shift, tokens});
-  }
 }
 
 }  // namespace

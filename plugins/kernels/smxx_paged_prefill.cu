@@ -19,6 +19,7 @@ struct __align__(128) PrefillShared {
   uint8_t q[ROWS * kHeadSize * 2];
   uint8_t k[STAGES][KEYS * kHeadSize * 2];
   uint8_t v[STAGES][KEYS * kHeadSize * 2];
+  uint32_t chosen[ROWS];  // of a token, when rows select
 };
 
 __device__ void load_queries(PagedPrefillParams const& p, PrefillShared& shared,
@@ -171,20 +172,21 @@ __device__ void sum_tile(PrefillShared const& shared, int stage, State& state, S
 }
 
 // Grid: (KV heads, slots), the tiles with most keys first.
+template <bool kSelects>
 __global__ void __launch_bounds__(THREADS, 2)
     prefill_kernel(__grid_constant__ PagedPrefillParams const p, int tile_tokens) {
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<PrefillShared*>(memory);
-  clear_context_padding(p);
+  clear_context_padding(p, threadIdx.x, THREADS);
   int const head = blockIdx.x;
-  if (static_cast<int32_t>(blockIdx.y) >= filled_slots(p, tile_tokens)) return;
-  WantedTile const tile = any_tile(p, tile_tokens, blockIdx.y, head);
+  PrefillTile const tile = prefill_tile(p, tile_tokens, blockIdx.y);
   if (tile.num_tokens == 0) return;
+  if (kSelects && !is_joined(p.joined, tile, blockIdx.y, head, p.num_kv_heads)) return;
   int const group = p.num_heads / p.num_kv_heads;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   int32_t const length = tile.length();
-  int const count = (length + KEYS - 1) / KEYS;
+  int const count = ((kSelects ? min(length, kMaxJoined * kBlockSize) : length) + KEYS - 1) / KEYS;
   auto const page_at = [&](int t) {
     return page_of(p.tokens, tile.request, t * KEYS / kBlockSize);
   };
@@ -197,6 +199,12 @@ __global__ void __launch_bounds__(THREADS, 2)
   load_queries(p, shared, tile, head, group);
   int32_t page = count > 0 ? page_at(0) : -1, next_page = count > 1 ? page_at(1) : -1;
   load(0, page);
+  for (int i = warp; kSelects && i < tile.num_tokens; i += WARPS) {
+    int32_t const block = lane < p.top_k ? chosen_block(p, tile, head, i, lane) : -1;
+    uint32_t const chosen =
+        __reduce_or_sync(~0u, block >= 0 && block < kMaxJoined ? 1u << block : 0);
+    if (lane == 0) shared.chosen[i] = chosen;
+  }
 
   int position[M][2];
   State state{};
@@ -208,6 +216,10 @@ __global__ void __launch_bounds__(THREADS, 2)
       state.maximum[m][h] = -INFINITY;
     }
   }
+  auto const sees = [&](int m, int h, int block) {
+    int const token = ((warp * M + m) * 16 + 8 * h + lane / 4) / group;
+    return !kSelects || (token < tile.num_tokens && (shared.chosen[token] >> block & 1) != 0);
+  };
   float const scale_log2 = p.softmax_scale * 1.44269504088896341f;
   for (int t = 0; t < count; ++t) {
     wait_copies<0>();
@@ -220,9 +232,12 @@ __global__ void __launch_bounds__(THREADS, 2)
       int limit[M][2];
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        for (int h = 0; h < 2; ++h) limit[m][h] = position[m][h] + 1 - t * KEYS;
+        for (int h = 0; h < 2; ++h) {
+          limit[m][h] = sees(m, h, t * KEYS / kBlockSize) ? position[m][h] + 1 - t * KEYS : 0;
+        }
       }
-      weigh_tile(state, s, scale_log2, tile.first_position + 1 - t * KEYS < KEYS, limit);
+      weigh_tile(state, s, scale_log2, kSelects || tile.first_position + 1 - t * KEYS < KEYS,
+                 limit);
       sum_tile(shared, t % STAGES, state, s);
     }
     page = next_page;
@@ -236,7 +251,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     for (int h = 0; h < 2; ++h) {
       float const sum = row_sum(state.sum[m][h]);
       int const row = (warp * M + m) * 16 + 8 * h + lane / 4;
-      if (!tile.wants(row / group)) continue;
+      if (row / group >= tile.num_tokens) continue;
       float const factor = sum == 0.f ? 0.f : 1.f / sum;
       int64_t const to =
           int64_t{tile.first_token + row / group} * p.num_heads + head * group + row % group;
@@ -258,12 +273,12 @@ cudaError_t launch_smxx_paged_prefill(PagedPrefillParams const& p, cudaStream_t 
     return cudaErrorInvalidValue;
   }
   int const tile_tokens = ROWS / (p.num_heads / p.num_kv_heads);
+  auto* const kernel = p.block_ids == nullptr ? prefill_kernel<false> : prefill_kernel<true>;
   cudaError_t const status = cudaFuncSetAttribute(
-      prefill_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(PrefillShared));
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(PrefillShared));
   if (status != cudaSuccess) return status;
-  dim3 const grid(p.num_kv_heads,
-                  p.only.tiles == nullptr ? prefill_slots(p, tile_tokens) : p.only.most);
-  prefill_kernel<<<grid, THREADS, sizeof(PrefillShared), stream>>>(p, tile_tokens);
+  dim3 const grid(p.num_kv_heads, prefill_slots(p, tile_tokens));
+  kernel<<<grid, THREADS, sizeof(PrefillShared), stream>>>(p, tile_tokens);
   return cudaGetLastError();
 }
 

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kScoreBudget = int64_t{256} << 20;
 constexpr int WARPS = 8;
-constexpr int FOURS = 10;  // of scores that a lane holds
-constexpr int CHUNK = 128 * FOURS;
+constexpr int FOURS = 10;        // of scores that a lane holds
+constexpr int NARROW_FOURS = 2;  // where rows have no more
 constexpr int CANDIDATES = 128;
 
 struct RowShared {
@@ -19,11 +19,12 @@ struct RowShared {
 };
 
 // Scores of the blocks base + 128 i + 4 lane + 0 .. 3; NaN, which is no candidate, from `end` on.
-__device__ void load_scores(float (&x)[FOURS][4], float const* scores, int32_t base, int32_t end,
+template <int kFours>
+__device__ void load_scores(float (&x)[kFours][4], float const* scores, int32_t base, int32_t end,
                             int lane) {
   int32_t const block = base + 4 * lane;
 #pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
+  for (int i = 0; i < kFours; ++i) {
     float4 four{NAN, NAN, NAN, NAN};
     if (block + 128 * i < end) four = *reinterpret_cast<float4 const*>(scores + block + 128 * i);
     x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
@@ -46,9 +47,10 @@ __device__ float common_floor(float x, int count) {
 }
 
 // Adds the scores that reach the floor to the candidates, if there is room; counts them anyway.
-__device__ int add_candidates(RowShared& shared, int num, float const (&x)[FOURS][4], float floor,
+template <int kFours>
+__device__ int add_candidates(RowShared& shared, int num, float const (&x)[kFours][4], float floor,
                               int32_t base, float const* scores, int lane) {
-  constexpr int HALF = 2 * FOURS;
+  constexpr int HALF = 2 * kFours;
   uint32_t mine[2] = {};
 #pragma unroll
   for (int i = 0; i < 2 * HALF; ++i) {
@@ -95,20 +97,22 @@ __device__ void choose_one_by_one(RowShared& shared, float const* scores, int32_
 
 // The `count` best of the blocks [first, end), which are more, to shared.chosen in any order. With
 // each lane's largest score there is a floor under the best ones, which few others reach.
+template <int kFours>
 __device__ void choose(RowShared& shared, float* scores, int32_t first, int32_t end, int count,
                        int lane) {
   // What is loaded along with them.
   if (lane < first) scores[lane] = NAN;
   if (lane < (-end & 3)) scores[end + lane] = NAN;
   __syncwarp();
-  float x[FOURS][4];
+  constexpr int CHUNK = 128 * kFours;
+  float x[kFours][4];
   float largest = -INFINITY;
   int32_t base = (end - 1) / CHUNK * CHUNK;
 #pragma unroll 1
   while (true) {
     load_scores(x, scores, base, end, lane);
 #pragma unroll
-    for (int i = 0; i < 4 * FOURS; ++i) largest = fmaxf(largest, x[i / 4][i % 4]);
+    for (int i = 0; i < 4 * kFours; ++i) largest = fmaxf(largest, x[i / 4][i % 4]);
     if (base == 0) break;
     base -= CHUNK;
   }
@@ -137,7 +141,8 @@ __device__ void choose(RowShared& shared, float* scores, int32_t first, int32_t 
 }
 
 // A warp for each row.
-__global__ void __launch_bounds__(32 * WARPS, 3)
+template <int kFours>
+__global__ void __launch_bounds__(32 * WARPS, kFours == NARROW_FOURS ? 6 : 3)
     select_top_kernel(BlockSelectParams const p, SelectRound const round) {
   __shared__ RowShared rows[WARPS];
   wait_for_previous_kernel();
@@ -162,7 +167,7 @@ __global__ void __launch_bounds__(32 * WARPS, 3)
   if (lane < visible - end) out[first + count + lane] = end + lane;
   if (count == 0) return;
   RowShared& shared = rows[warp];
-  choose(shared, round.scores + int64_t{row} * round.pitch, first, end, count, lane);
+  choose<kFours>(shared, round.scores + int64_t{row} * round.pitch, first, end, count, lane);
   __syncwarp();
   if (lane >= count) return;
   int32_t const block = shared.chosen[lane];
@@ -190,7 +195,9 @@ cudaError_t launch_select_top(BlockSelectParams const& p, SelectRound const& rou
                               cudaStream_t stream) {
   int64_t const rows = int64_t{round.end - round.first} * p.num_index_heads;
   dim3 const grid(static_cast<unsigned>(ceil_div(rows, WARPS)));
-  return launch_behind(select_top_kernel, grid, dim3(32 * WARPS), 0, stream, p, round);
+  bool const is_narrow = p.tokens.max_pages <= 128 * NARROW_FOURS;
+  return launch_behind(is_narrow ? select_top_kernel<NARROW_FOURS> : select_top_kernel<FOURS>, grid,
+                       dim3(32 * WARPS), 0, stream, p, round);
 }
 
 }  // namespace m3::kernels

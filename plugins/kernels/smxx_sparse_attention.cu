@@ -1,11 +1,8 @@
 #include "kernels/paged_attention_core.cuh"
-#include "kernels/programmatic_launch.cuh"
 #include "kernels/smxx_sparse_attention.h"
 
 namespace m3::kernels {
 namespace {
-
-constexpr int CHECKED_TOKENS = 16;  // of a thread block that looks for rows left to do
 
 // A token's row of a KV head, by a thread block.
 template <class T, class C>
@@ -39,35 +36,6 @@ __global__ void __launch_bounds__(kAttentionThreads)
   attend<T, C>(p, tile, token, blockIdx.y, locate_token(p.tokens, token));
 }
 
-// Grid: (groups of tokens, KV heads). A warp looks at every fourth token's blocks, one a lane.
-__global__ void __launch_bounds__(kAttentionThreads)
-    partial_rows_kernel(SparseAttentionParams const p) {
-  __shared__ AttentionTile tile;
-  __shared__ bool is_left[CHECKED_TOKENS];
-  wait_for_previous_kernel();
-  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int32_t const first = blockIdx.x * CHECKED_TOKENS;
-  int const count = min(CHECKED_TOKENS, p.num_rows - first);
-  int64_t const first_row = int64_t{static_cast<int>(blockIdx.y)} * p.tokens.num_tokens + first;
-#pragma unroll
-  for (int i = warp; i < CHECKED_TOKENS; i += kAttentionWarps) {
-    bool const exists = i < count && lane < p.top_k;
-    int32_t const id = exists ? p.block_ids[(first_row + i) * p.top_k + lane] : -1;
-    TokenPlace const place = locate_token(p.tokens, first + i);
-    uint32_t const chosen = __reduce_or_sync(~0u, id >= 0 && id < 32 ? 1u << id : 0);
-    if (lane == 0) {
-      is_left[i] = !place.is_padding() && !sees_all_blocks(place.position, p.top_k, chosen);
-    }
-  }
-  __syncthreads();
-  for (int i = 0; i < count; ++i) {
-    if (!is_left[i]) continue;
-    __syncthreads();  // the row before is done with the tile
-    attend<__nv_bfloat16, __nv_bfloat16>(p, tile, first + i, blockIdx.y,
-                                         locate_token(p.tokens, first + i));
-  }
-}
-
 template <class T>
 cudaError_t launch(SparseAttentionParams const& p, cudaStream_t stream) {
   dim3 const grid(p.num_rows, p.num_kv_heads);
@@ -87,16 +55,6 @@ cudaError_t launch_sparse_attention(SparseAttentionParams const& p, cudaStream_t
     return cudaErrorInvalidValue;
   }
   return launch_typed(p.type, [&](auto t) { return launch<decltype(t)>(p, stream); });
-}
-
-cudaError_t launch_partial_rows(SparseAttentionParams const& p, cudaStream_t stream) {
-  if (p.num_rows == 0) return cudaSuccess;
-  if (p.num_heads % p.num_kv_heads != 0 || p.num_heads > kMaxGroup * p.num_kv_heads ||
-      p.top_k > 32 || p.type != Type::kBfloat16 || p.kv_scale != nullptr) {
-    return cudaErrorInvalidValue;
-  }
-  dim3 const grid((p.num_rows + CHECKED_TOKENS - 1) / CHECKED_TOKENS, p.num_kv_heads);
-  return launch_behind(partial_rows_kernel, grid, kAttentionThreads, 0, stream, p);
 }
 
 }  // namespace m3::kernels

@@ -25,8 +25,4 @@ struct SparseAttentionParams {  // shapes: N tokens, P pages, B = 128, D = 128
 // Exact attention of the rows over the keys at or before it in its selected blocks.
 cudaError_t launch_sparse_attention(SparseAttentionParams const& p, cudaStream_t stream);
 
-// The same behind dense attention of these rows, for bf16 and a top_k of up to 32: only rows that
-// did not choose all their blocks.
-cudaError_t launch_partial_rows(SparseAttentionParams const& p, cudaStream_t stream);
-
 }  // namespace m3::kernels

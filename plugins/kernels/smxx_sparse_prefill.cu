@@ -307,10 +307,10 @@ cudaError_t attend(SparsePrefillParams const& p, SparsePrefillRound const& round
 
 cudaError_t launch_smxx_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
                                        void* workspace, cudaStream_t stream) {
-  return p.kv_scale == nullptr
-             ? run_sparse_prefill(p, rounds, workspace, stream, attend<Bf16>,
-                                  launch_smxx_paged_prefill, 1)
-             : run_sparse_prefill(p, rounds, workspace, stream, attend<__nv_fp8_e4m3>, nullptr, 1);
+  return p.kv_scale == nullptr ? run_sparse_prefill(p, rounds, workspace, stream, attend<Bf16>,
+                                                    launch_smxx_paged_prefill, kMaxJoined, 1)
+                               : run_sparse_prefill(p, rounds, workspace, stream,
+                                                    attend<__nv_fp8_e4m3>, nullptr, 0, 1);
 }
 
 }  // namespace m3::kernels

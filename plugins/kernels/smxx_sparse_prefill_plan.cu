@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/smxx_join_tiles.h"
 #include "kernels/sparse_prefill_plan.h"
 
 namespace m3::kernels {
@@ -24,11 +25,16 @@ float queries_of_block(int32_t num_tokens, int32_t num_requests, int32_t max_pag
   return static_cast<float>(num_tokens) * top_k / num_requests / max_pages;
 }
 
-// Where the arrays of rounds of so many tokens lie; the partial results behind all others, up to
-// the workspace's end.
-SparsePrefillRound place(Carver& carver, int32_t num_heads, int32_t num_kv_heads, int32_t tokens,
-                         int32_t num_requests, int32_t max_pages, int32_t top_k, int32_t lists) {
+// Where the arrays lie, of `tokens` tokens in rounds of so many; the partial results behind all
+// others, up to the workspace's end.
+SparsePrefillRound place(Carver& carver, int32_t num_heads, int32_t num_kv_heads,
+                         int32_t all_tokens, int32_t tokens, int32_t num_requests,
+                         int32_t max_pages, int32_t top_k, int32_t lists) {
   SparsePrefillRound round{};
+  round.joined.tokens = kPrefillRows / (num_heads / num_kv_heads);
+  round.joined.slots = all_tokens / round.joined.tokens + num_requests;
+  // Read by 16 at once.
+  carver.take(round.joined.flags, int64_t{num_kv_heads} * round.joined.slots + 15);
   round.blocks =
       place_inverted_blocks(carver, tokens, num_kv_heads, num_requests, max_pages, top_k, lists);
   carver.take(round.lse, int64_t{num_heads} * tokens * top_k);
@@ -36,23 +42,22 @@ SparsePrefillRound place(Carver& carver, int32_t num_heads, int32_t num_kv_heads
   return round;
 }
 
-// Rows of the round that see all their blocks.
-PagedPrefillParams whole_rows(SparsePrefillParams const& p, InvertParams const& invert,
-                              InvertedBlocks const& blocks) {
-  PagedPrefillParams dense{};
-  dense.tokens = p.tokens;
-  dense.q = p.q;
-  dense.kv_cache = p.kv_cache;
-  dense.out = p.out;
-  dense.num_heads = p.num_heads;
-  dense.num_kv_heads = p.num_kv_heads;
-  dense.num_pages = p.num_pages;
-  dense.num_requests = p.num_requests;
-  dense.num_tokens = p.num_tokens;
-  dense.softmax_scale = p.softmax_scale;
-  dense.only = {blocks.listed, blocks.first_window + p.num_requests,
-                most_windows(invert.num_tokens, p.num_requests, invert.window)};
-  return dense;
+PagedPrefillParams all_tiles(SparsePrefillParams const& p, JoinedTiles const& joined) {
+  PagedPrefillParams tiles{};
+  tiles.tokens = p.tokens;
+  tiles.q = p.q;
+  tiles.kv_cache = p.kv_cache;
+  tiles.out = p.out;
+  tiles.num_heads = p.num_heads;
+  tiles.num_kv_heads = p.num_kv_heads;
+  tiles.num_pages = p.num_pages;
+  tiles.num_requests = p.num_requests;
+  tiles.num_tokens = p.num_tokens;
+  tiles.softmax_scale = p.softmax_scale;
+  tiles.block_ids = p.block_ids;
+  tiles.top_k = p.top_k;
+  tiles.joined = joined;
+  return tiles;
 }
 
 }  // namespace
@@ -63,13 +68,14 @@ bool takes_sparse_prefill(int32_t num_heads, int32_t num_kv_heads, int32_t num_r
          num_requests <= kMaxPrefillRequests && top_k >= 1 && top_k <= kMaxTopK;
 }
 
-SparseRoute sparse_route(int32_t num_tokens, int32_t num_requests, int32_t max_pages,
-                         int32_t top_k) {
+SparseRoute sparse_route(int32_t num_tokens, int32_t num_heads, int32_t num_requests,
+                         int32_t max_pages, int32_t top_k) {
   if (num_requests > 0 && num_tokens <= FEW_TOKENS &&
       queries_of_block(num_tokens, num_requests, max_pages, top_k) <= FEW_QUERIES) {
     return SparseRoute::kRows;
   }
-  return max_pages <= top_k ? SparseRoute::kDense : SparseRoute::kBlocks;
+  return max_pages <= joined_blocks(num_tokens, num_heads, top_k) ? SparseRoute::kDense
+                                                                  : SparseRoute::kBlocks;
 }
 
 bool shares_blocks(SparsePrefillParams const& p, int32_t num_tokens) {
@@ -92,23 +98,35 @@ size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t n
   int32_t const tokens = sparse_prefill_rounds(num_tokens, num_heads, num_kv_heads, top_k).tokens;
   int32_t const requests = std::min(num_requests, kMaxPrefillRequests);  // more are not taken
   Carver carver(nullptr);
-  place(carver, num_heads, num_kv_heads, tokens, requests, max_pages, top_k, kMostLists);
+  place(carver, num_heads, num_kv_heads, num_tokens, tokens, requests, max_pages, top_k,
+        kMostLists);
   return carver.used() +
          std::min(PARTIAL_BYTES, partial_bytes(num_tokens, num_kv_heads, group, top_k));
 }
 
 cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
                                void* workspace, cudaStream_t stream, LaunchSparseRound attend,
-                               LaunchWholeRows attend_whole, int32_t lists) {
+                               LaunchTiles attend_tiles, int32_t end_block, int32_t lists) {
   if (p.num_tokens == 0) return cudaSuccess;
   if (!takes_sparse_prefill(p.num_heads, p.num_kv_heads, p.num_requests, p.top_k)) {
     return cudaErrorInvalidValue;
   }
   int32_t const group = p.num_heads / p.num_kv_heads;
   Carver carver(workspace);
-  SparsePrefillRound round = place(carver, p.num_heads, p.num_kv_heads, rounds.tokens,
+  SparsePrefillRound round = place(carver, p.num_heads, p.num_kv_heads, p.num_tokens, rounds.tokens,
                                    p.num_requests, p.tokens.max_pages, p.top_k, lists);
   float* const lse = round.lse;
+  if (attend_tiles == nullptr || joins_by_position(p.num_tokens, p.num_heads)) {
+    round.joined.flags = nullptr;
+  }
+  round.joined.end_position = attend_tiles == nullptr
+                                  ? -kAllPositions
+                                  : joined_blocks(p.num_tokens, p.num_heads, p.top_k) * kBlockSize;
+  PagedPrefillParams const tiles = all_tiles(p, round.joined);
+  if (round.joined.flags != nullptr && p.num_requests > 0) {
+    cudaError_t const status = launch_join_tiles(tiles, end_block, stream);
+    if (status != cudaSuccess) return status;
+  }
 
   for (int32_t token = 0; token < p.num_tokens; token += rounds.tokens) {
     round.first_token = token;
@@ -125,12 +143,12 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
     invert.group = group;
     invert.lists = lists;
     invert.least_work = lists == 2 && shares_blocks(p, round.num_tokens) ? LEAST_WORK : 1;
-    invert.window = attend_whole == nullptr ? 0 : kPrefillRows / group;
+    invert.joined = round.joined;
     invert.lse = lse;
     cudaError_t status = launch_invert_blocks(invert, round.blocks, stream);
     if (status != cudaSuccess) return status;
-    if (invert.window > 0 && p.num_requests > 0) {
-      status = attend_whole(whole_rows(p, invert, round.blocks), stream);
+    if (token == 0 && attend_tiles != nullptr && p.num_requests > 0) {
+      status = attend_tiles(tiles, stream);
       if (status != cudaSuccess) return status;
     }
     for (int32_t head = 0; head < p.num_kv_heads; head += rounds.heads) {

@@ -40,11 +40,11 @@ bool takes_sparse_prefill(int32_t num_heads, int32_t num_kv_heads, int32_t num_r
 // How the context rows of a step are computed best, by what the host knows: shapes.
 enum class SparseRoute {
   kRows,    // each for itself, by launch_selected_decode: few tokens, which hardly share blocks
-  kDense,   // all blocks of all rows, then the rows that did not choose them all once more
+  kDense,   // all blocks that a tile's rows chose: page tables of joined_blocks columns at most
   kBlocks,  // block by block
 };
-SparseRoute sparse_route(int32_t num_tokens, int32_t num_requests, int32_t max_pages,
-                         int32_t top_k);
+SparseRoute sparse_route(int32_t num_tokens, int32_t num_heads, int32_t num_requests,
+                         int32_t max_pages, int32_t top_k);
 
 // Rounds that keep the partial results within about 1.1 GB.
 SparsePrefillRounds sparse_prefill_rounds(int32_t num_tokens, int32_t num_heads,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/paged_prefill.h"
 #include "kernels/smxx_invert_blocks.h"
 #include "kernels/smxx_merge_partials.h"
 #include "kernels/sparse_prefill.h"
@@ -16,6 +17,7 @@ constexpr int32_t kMostLists = 2;
 // MergeParams describes them.
 struct SparsePrefillRound {
   InvertedBlocks blocks;  // of all KV heads
+  JoinedTiles joined;
   void* partials;
   float* lse;
   int32_t first_token, num_tokens;
@@ -25,15 +27,15 @@ struct SparsePrefillRound {
 using LaunchSparseRound = cudaError_t (*)(SparsePrefillParams const&, SparsePrefillRound const&,
                                           cudaStream_t);
 
-using LaunchWholeRows = cudaError_t (*)(PagedPrefillParams const&, cudaStream_t);
+using LaunchTiles = cudaError_t (*)(PagedPrefillParams const&, cudaStream_t);
 
 // Whether so many tokens are likely to meet in the blocks of the page tables.
 bool shares_blocks(SparsePrefillParams const& p, int32_t num_tokens);
 
-// Inverts, attends and merges, round by round. `lists`: of InvertParams. Rows that see all their
-// blocks go to `attend_whole`, which may be null.
+// Inverts, attends and merges, round by round. `lists`: of InvertParams. Joined tiles, of blocks in
+// front of `end_block`, go to `attend_tiles`, which may be null.
 cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds rounds,
                                void* workspace, cudaStream_t stream, LaunchSparseRound attend,
-                               LaunchWholeRows attend_whole, int32_t lists);
+                               LaunchTiles attend_tiles, int32_t end_block, int32_t lists);
 
 }  // namespace m3::kernels

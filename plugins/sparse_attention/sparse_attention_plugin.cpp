@@ -141,7 +141,7 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   }
   if (p.num_rows == 0) return;
   kernels::SparseRoute const route = kernels::sparse_route(
-      rows.context_tokens, rows.context_requests, p.tokens.max_pages, p.top_k);
+      rows.context_tokens, p.num_heads, rows.context_requests, p.tokens.max_pages, p.top_k);
   bool clusters = false;
   // TMA describes no empty cache.
   if (split && route == kernels::SparseRoute::kRows && step.in[kKvCache].dims.d[0] > 0) {
@@ -152,10 +152,12 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
     check_launch(kernels::launch_selected_decode(decode, step.stream), "selected_decode");
   } else if ((split || rows.num_decode == 0) && route == kernels::SparseRoute::kDense &&
              sees_dense(step.in[kQ].type, step.in[kKvCache].type, p.top_k)) {
-    auto const context =
+    auto context =
         context_params<kernels::PagedPrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
+    context.block_ids = p.block_ids;
+    context.top_k = p.top_k;
+    context.joined.end_position = kernels::kAllPositions;
     check_launch(launch_paged_prefill(context, step.stream), "paged_prefill");
-    check_launch(kernels::launch_partial_rows(p, step.stream), "partial_rows");
   } else if ((split || rows.num_decode == 0) &&
              inverts_blocks(step.in[kQ].type, q, step.in[kKvCache].dims, step.in[kBlockIds].dims,
                             rows.context_requests)) {

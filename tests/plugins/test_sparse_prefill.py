@@ -46,7 +46,7 @@ def choose(step: Step, kv_heads: int, kind: str = "cold", seed: int = 9) -> torc
     blocks = torch.arange(int(own.max()) + 1 if len(own) else 1)
     ids = torch.zeros(kv_heads, step.num_tokens, TOP_K, dtype=torch.int32)  # padding: block 0
     for head in range(kv_heads):
-        score = torch.rand(1 if kind == "hot" else len(own), len(blocks), generator=generator)
+        score = torch.rand(1 if "hot" in kind else len(own), len(blocks), generator=generator)
         if "runs" in kind:
             drifting = (blocks + positions[:, None] // 24) // 5 % len(blocks)
             score = torch.rand(len(blocks), generator=generator)[drifting] + 1e-3 * score
@@ -54,7 +54,7 @@ def choose(step: Step, kv_heads: int, kind: str = "cold", seed: int = 9) -> torc
         score = score.masked_fill(blocks == own, 2.0)
         best = score.topk(min(TOP_K, len(blocks)), dim=1)
         chosen = best.indices.masked_fill(best.values < 0, -1)
-        if kind.startswith("hole"):
+        if kind.startswith("hole") or kind == "hot-holes":
             hole = torch.rand(chosen.shape, generator=generator) < 0.2
             chosen = chosen.masked_fill(hole, -1)
             chosen[3::7] = -1
@@ -96,7 +96,7 @@ class Case:
         return self.repeat(kernels.selected_rows(library, self.batch(), *inputs, self.scale))
 
     def run_dense(self, library: Any, wgmma: bool) -> torch.Tensor:
-        """All blocks of all rows, then the rows that did not choose them all."""
+        """All blocks that a tile's rows chose, with a mask."""
         inputs = (self.q, self.pool, self.ids)
         return self.repeat(kernels.dense_rows(library, self.batch(), *inputs, wgmma))
 
@@ -153,15 +153,21 @@ LENGTHS = (1, 2, 7, 31, 63, 127, 128, 129, 130, 255, 256, 257, 511, 512, 513)
 STEPS: dict[str, Callable[[], Step]] = {
     "lengths": lambda: make_step([Request(n, n) for n in LENGTHS], padded_tokens=5),
     "chunk-ends": lambda: make_step(
-        [Request(n, 2500 + n + shift) for n, shift in ((1, 0), (60, 3), (61, 67), (128, 60))]
-        + [Request(40, n) for n in (2047, 2048, 2049)]
+        [Request(n, 4500 + n + shift) for n, shift in ((1, 0), (60, 3), (61, 67), (128, 60))]
+        + [Request(40, n) for n in (2047, 2048, 2049, 4095, 4096, 4097)]
     ),
-    "many-chunks": lambda: make_step([Request(n % 7 + 1, 40 * n + 9) for n in range(40)]),
+    "many-chunks": lambda: make_step([Request(n % 7 + 1, 140 * n + 9) for n in range(40)]),
     "mixed": lambda: make_step(
         [Request(3, 3), Request(0, 0), Request(100, 700)], [130, 2, 2049], q_len=2, padded_rows=2
     ),
     "whole": lambda: make_step(
         [Request(300, 2200), Request(7, 7), Request(61, 2060), Request(130, 2049), Request(9, 2047)]
+    ),
+    "near": lambda: make_step(
+        [Request(300, 4096), Request(7, 7), Request(61, 2060), Request(700, 2900)], padded_tokens=3
+    ),
+    "partly-near": lambda: make_step(
+        [Request(300, 4200), Request(5, 9000), Request(130, 4097), Request(9, 4095)]
     ),
     "short": lambda: make_step(
         [Request(n, 1800) for n in (1, 100, 700)], [130, 2], q_len=2, padded_rows=2
@@ -178,10 +184,11 @@ def test_attends_to_the_selection(library: Any, step: str, shape: str, wgmma: bo
     case.check(case.run(library, wgmma))
 
 
-@pytest.mark.parametrize("kind", ["hot", "holes", "runs", "holey-runs"])
+@pytest.mark.parametrize("kind", ["hot", "holes", "runs", "holey-runs", "hot-holes"])
 @pytest.mark.parametrize("shape", ["gqa16", "gqa8"])
 def test_selections(library: Any, shape: str, kind: str, wgmma: bool) -> None:
-    case = Case(make_step([Request(300, 5000), Request(700, 700)]), shape, kind)
+    step = make_step([Request(300, 5000), Request(1800, 9000), Request(90, 4120)])
+    case = Case(step, shape, kind)
     case.check(case.run(library, wgmma))
 
 
@@ -210,6 +217,29 @@ def test_large_chunks(
     """Thread blocks take the last parts of the work as they become free."""
     case = Case(make_step([Request(*request) for request in requests]), shape, kind)
     case.check(case.run(library, wgmma), most=200)
+
+
+@pytest.mark.parametrize("shape", ["gqa16", "gqa8"])
+def test_tiles_of_up_to_32_blocks_are_joined(library: Any, shape: str) -> None:
+    """Then they have the bits of a dense kernel with a mask, and not with one block more."""
+    if not kernels.has_wgmma():
+        pytest.skip("the mma.sync kernel joins nothing behind the first 32 blocks")
+    count = 65536 // GROUPS[shape][0]
+    case = Case(make_step([Request(count, 68 * BLOCK + count)]), shape, "hot")
+    token = torch.arange(count, device="cuda")[:, None]
+    first = torch.tensor([0, 16, 1, 0], device="cuda")[token % 4]
+    case.ids[:, :, 0] = 68 + token[:, 0] // BLOCK
+    case.ids[:, :, 1:] = first + torch.arange(15, device="cuda")
+    dense = case.run_dense(library, wgmma=True)
+    assert harness.same_bits(case.run(library, wgmma=True), dense)
+    case.ids[:, 4::64, 1] = 31
+    out = case.run(library, wgmma=True)
+    tile = 128 * case.kv_heads // case.heads
+    place = token[:, 0] % 64
+    assert harness.same_bits(out[place >= tile], dense[place >= tile])
+    others = (place < tile) & (place != 4)
+    assert not harness.same_bits(out[others], dense[others])
+    case.check(out)
 
 
 @pytest.mark.parametrize("kind", ["cold", "runs"])
@@ -263,7 +293,7 @@ def test_rows_that_see_all_blocks_have_the_bits_of_dense_attention(
 def test_small_chunks_are_inverted_like_large_ones(library: Any, kind: str, wgmma: bool) -> None:
     """A request has the bits that it has among 40 others, whose inversion takes three kernels."""
     alone, among = (
-        Case(make_step([Request(300, 4000)] + [Request(3, 3)] * others, seed=4), "gqa16", kind)
+        Case(make_step([Request(300, 9000)] + [Request(3, 3)] * others, seed=4), "gqa16", kind)
         for others in (0, 40)
     )
     among.q[:300] = alone.q
@@ -285,7 +315,7 @@ def test_query_by_query(library: Any, step: str, shape: str, cache: str) -> None
 
 @pytest.mark.parametrize("kind", ["cold", "holes"])
 @pytest.mark.parametrize("shape", GROUPS)
-@pytest.mark.parametrize("step", ["lengths", "many-chunks", "short"])
+@pytest.mark.parametrize("step", ["lengths", "near", "short"])
 def test_dense_rows(library: Any, step: str, shape: str, kind: str, wgmma: bool) -> None:
     case = Case(STEPS[step](), shape, kind)
     case.check(case.run_dense(library, wgmma))
@@ -295,19 +325,24 @@ def test_dense_rows(library: Any, step: str, shape: str, kind: str, wgmma: bool)
     ("requests", "columns", "route"),
     [
         pytest.param([(64, 2112)], 17, "blocks", id="64-on-2k"),
+        pytest.param([(511, 2048)], 16, "dense", id="511-on-2k"),
+        pytest.param([(511, 2048)], 17, "blocks", id="511-on-2k-with-room"),
+        pytest.param([(512, 3000)], 24, "dense", id="512-on-3k"),
+        pytest.param([(512, 3000)], 25, "blocks", id="512-on-3k-with-room"),
         pytest.param([(64, 32_768)], 256, "rows", id="64-on-32k"),
         pytest.param([(64, 32_640)], 255, "blocks", id="64-on-less"),
         pytest.param([(65, 1_048_576)], 8192, "blocks", id="65-on-1M"),
         pytest.param([(40, 40_000), (24, 100)], 8192, "rows", id="two"),
         pytest.param([(1, 1)], 16, "rows", id="one"),
         pytest.param([(2048, 2048)], 16, "dense", id="2k-on-0"),
-        pytest.param([(2048, 2048)], 17, "blocks", id="2k-on-0-with-room"),
+        pytest.param([(2048, 2048)], 32, "dense", id="2k-on-0-with-room"),
+        pytest.param([(2048, 2048)], 33, "blocks", id="2k-on-0-with-more"),
         pytest.param([(8192, 8192)], 64, "blocks", id="8k-on-0"),
         pytest.param([], 300, "blocks", id="none"),
     ],
 )
 def test_route(library: Any, requests: list[tuple[int, int]], columns: int, route: str) -> None:
-    """By the number of tokens and the width of the page table alone."""
+    """By the number of tokens and heads and the width of the page table alone."""
     lengths, new = [length for _, length in requests], [count for count, _ in requests]
     batch = kernels.Batch.make(lengths, new, max_pages=columns)
     assert kernels.route(library, batch, 64, 4, TOP_K) == route
