@@ -413,6 +413,7 @@ struct Decode {
 __global__ void __launch_bounds__(BOUND_THREADS, 1)
     sm90_moe_decode(__grid_constant__ DecodeArgs const a) {
   extern __shared__ __align__(128) char dynamic[];
+  let_next_kernel_start();  // it gets no place before all blocks of this one have theirs
   constexpr int RINGS = STAGES * STAGE_BYTES + ACTIVATION_BYTES;
   auto& shared = *reinterpret_cast<Shared*>(dynamic + RINGS);
   auto* mixture = reinterpret_cast<float*>(dynamic + RINGS + sizeof(Shared));

@@ -248,7 +248,6 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 4 : 2)
   load_norm(p.k_norm, p.rotary_dim, shared.norms[kK]);
   load_norm(p.index_q_norm, p.rotary_dim, shared.norms[kIndexQ]);
   load_norm(p.index_k_norm, p.rotary_dim, shared.norms[kIndexK]);
-  wait_for_previous_kernel();
 
   Heads const heads(p);
   int const first_token = blockIdx.x * tokens_per_block;
@@ -265,12 +264,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 4 : 2)
     low.load(from);
     high.load(from + at.step);
   };
-  load_head();
 
   if (int const token = THREADS - 1 - static_cast<int>(threadIdx.x); token < num_tokens) {
     shared.tokens[token] = place_token<T>(p, heads, first_token + token);
   }
   prepare_angles(p, first_token, num_tokens, shared.angles);
+  wait_for_previous_kernel();  // so far only inputs of the step were used
+  load_head();
   __syncthreads();
 
   int token = row / heads.count, head = row % heads.count;

@@ -9,7 +9,7 @@
 
 // Every block of threads takes an equal run of rows of the weight, 16 at a time: the sixteen-row
 // operand of mma.sync, with the rows of x as its eight columns. Its warps divide K in pieces of 128
-// or 256 channels and each brings its own into a ring of its own, as many as fit, before the kernel
+// to 384 channels and each brings its own into a ring of its own, as many as fit, before the kernel
 // in front has ended.
 namespace m3::kernels {
 namespace {
@@ -17,16 +17,16 @@ namespace {
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr int MAX_M = 8;
-constexpr int TILE = 16;                            // rows of the weight
-constexpr int SHORT_PIECE = 256, LONG_PIECE = 512;  // bytes: 128 or 256 channels
+constexpr int TILE = 16;  // rows of the weight
 constexpr int MAX_STAGES = 16;
+constexpr int PIECES[] = {768, 512, 256};  // bytes, the longest first
+constexpr int SHORTEST_PIECE = 256;
 constexpr int LEAST_BYTES = 80 << 10;  // under way in a multiprocessor, if there are so many
 constexpr int X_PADDING = 64;          // bytes behind a row of x: neighbours lie in other banks
 
 struct Shared {
   float sums[2][WARPS][TILE][MAX_M];  // of every second tile
   uint64_t full[WARPS][MAX_STAGES];
-  uint64_t x_full;
 };
 constexpr int SHARED_BYTES = static_cast<int>(ceil_div(sizeof(Shared), 128)) * 128;
 
@@ -113,10 +113,11 @@ __device__ void load_row(uint32_t (&near)[4], uint32_t (&far)[4], uint32_t row, 
   }
 }
 
-// sums += a piece of `rows` rows of the weight times x; further sums become rubbish. A lane's 16
-// bytes are eight neighbouring channels: which ones meet in a product is free.
+// sums += a piece of `rows` rows of the weight times x, in two parts so that products wait less for
+// each other; further sums become rubbish. A lane's 16 bytes are eight neighbouring channels: which
+// ones meet in a product is free.
 template <int kPiece>
-__device__ void multiply_piece(float (&sums)[4], uint32_t weight, int rows, uint32_t x) {
+__device__ void multiply_piece(float (&sums)[2][4], uint32_t weight, int rows, uint32_t x) {
   int const lane = static_cast<int>(threadIdx.x) % 32;
   auto const address = [&](int row) {
     return weight + min(row, rows - 1) * kPiece + lane % 4 * 16;
@@ -136,10 +137,28 @@ __device__ void multiply_piece(float (&sums)[4], uint32_t weight, int rows, uint
       for (int i = 0; i < 4; i += 2) {
         uint32_t const a[4] = {low[chunk][i], high[chunk][i], low[chunk][i + 1],
                                high[chunk][i + 1]};
-        multiply_add(sums, a, b[i], b[i + 1]);
+        multiply_add(sums[i / 2], a, b[i], b[i + 1]);
       }
     }
   }
+}
+
+// The channels of x that meet the warp's pieces: it need not wait for other warps.
+template <int kPiece>
+__device__ void load_own_x(SkinnyGemmParams const& p, uint32_t to) {
+  constexpr int CHUNKS = kPiece / 16;
+  int const warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  auto const row_bytes = static_cast<int>(2 * p.k), pitch = static_cast<int>(x_pitch(p.k));
+  auto const* const from = static_cast<uint8_t const*>(p.x);
+  for (int piece = warp * kPiece; piece < row_bytes; piece += WARPS * kPiece) {
+    for (int i = lane; i < p.m * CHUNKS; i += 32) {
+      int const token = i / CHUNKS, at = piece + i % CHUNKS * 16;
+      copy_async(to + token * pitch + at, from + token * row_bytes + at, true);
+    }
+  }
+  commit_copies();
+  wait_copies<0>();
+  __syncwarp();
 }
 
 // Adds up what the warps have of a tile and writes it.
@@ -169,31 +188,22 @@ __global__ void __launch_bounds__(THREADS, 2)
   PieceRing<kPiece> ring(p, plan, begin, end, shared, ring_memory);
   auto const row_bytes = static_cast<int>(2 * p.k), pitch = static_cast<int>(x_pitch(p.k));
   auto const tokens = static_cast<int>(p.m);
-  if (threadIdx.x == 0) {
-    init_bulk_barrier(shared_address(&shared.x_full));
-    expect_bulk(shared_address(&shared.x_full), tokens * row_bytes);
-  }
-  __syncthreads();
   wait_for_previous_kernel();
-  if (warp < tokens) {
-    auto const* const from = static_cast<uint8_t const*>(p.x) + warp * row_bytes;
-    for (int at = lane * SHORT_PIECE; at < row_bytes; at += 32 * SHORT_PIECE) {
-      copy_bulk(x + warp * pitch + at, from + at, shared_address(&shared.x_full), SHORT_PIECE);
-    }
-  }
-  wait_bulk(shared_address(&shared.x_full), 0);
+  load_own_x<kPiece>(p, x);
 
   uint32_t const own_x = x + min(lane / 4, tokens - 1) * pitch + lane % 4 * 16;
   int parity = 0;
   for (int64_t tile = begin; tile < end; tile += plan.tile_rows, parity ^= 1) {
-    float sums[4] = {};
+    float sums[2][4] = {};
     for (int at = warp * kPiece; at < row_bytes; at += WARPS * kPiece) {
       multiply_piece<kPiece>(sums, ring.wait(), plan.tile_rows, own_x + at);
       ring.release();
     }
     auto& of_warp = shared.sums[parity][warp];
-    *reinterpret_cast<float2*>(&of_warp[lane / 4][lane % 4 * 2]) = {sums[0], sums[1]};
-    *reinterpret_cast<float2*>(&of_warp[lane / 4 + 8][lane % 4 * 2]) = {sums[2], sums[3]};
+    *reinterpret_cast<float2*>(&of_warp[lane / 4][lane % 4 * 2]) = {sums[0][0] + sums[1][0],
+                                                                    sums[0][1] + sums[1][1]};
+    *reinterpret_cast<float2*>(&of_warp[lane / 4 + 8][lane % 4 * 2]) = {sums[0][2] + sums[1][2],
+                                                                        sums[0][3] + sums[1][3]};
     __syncthreads();
     write_tile<T>(p, shared.sums[parity], tile, min(tile + plan.tile_rows, end));
   }
@@ -212,10 +222,10 @@ struct Launch {
 
 // False for what the kernel does not take.
 bool make_launch(SkinnyGemmParams const& p, Launch& to) {
-  if (p.m < 1 || p.m > MAX_M || p.n < 1 || p.k < 1 || 2 * p.k % SHORT_PIECE != 0) return false;
+  if (p.m < 1 || p.m > MAX_M || p.n < 1 || p.k < 1 || 2 * p.k % SHORTEST_PIECE != 0) return false;
   int room = 0;
   if (!is_aligned(p.x) || !is_aligned(p.weight) ||
-      compiled_version(skinny_gemm_kernel<float, SHORT_PIECE>) < 90 ||
+      compiled_version(skinny_gemm_kernel<float, SHORTEST_PIECE>) < 90 ||
       read_attribute(room, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess ||
       count_processors(to.processors) != cudaSuccess) {
     return false;
@@ -225,7 +235,7 @@ bool make_launch(SkinnyGemmParams const& p, Launch& to) {
   int64_t const fixed = SHARED_BYTES + p.m * x_pitch(p.k);
   // Copies take their time whatever their size: long ones where every warp has as many and two of
   // them fit.
-  for (int const piece : {LONG_PIECE, SHORT_PIECE}) {
+  for (int const piece : PIECES) {
     int64_t const stage = int64_t{WARPS} * to.plan.tile_rows * piece;
     int64_t const pieces = tiles * ceil_div(2 * p.k, int64_t{WARPS} * piece);  // of the first warp
     int64_t const stages = std::min<int64_t>({pieces, (room - fixed) / stage, MAX_STAGES});
@@ -250,8 +260,14 @@ cudaError_t launch(SkinnyGemmParams const& p, Launch const& with, cudaStream_t s
 
 template <class T>
 cudaError_t launch(SkinnyGemmParams const& p, Launch const& with, cudaStream_t stream) {
-  return with.piece == LONG_PIECE ? launch<T, LONG_PIECE>(p, with, stream)
-                                  : launch<T, SHORT_PIECE>(p, with, stream);
+  switch (with.piece) {
+    case 768:
+      return launch<T, 768>(p, with, stream);
+    case 512:
+      return launch<T, 512>(p, with, stream);
+    default:
+      return launch<T, SHORTEST_PIECE>(p, with, stream);
+  }
 }
 
 }  // namespace

@@ -117,11 +117,14 @@ def test_is_exact_product(size: str, variant: str, dtype: str) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
 @pytest.mark.parametrize("variant", ["plain", "logits"])
-@pytest.mark.parametrize(("n", "k"), [(1, 128), (333, 384), (2113, 1536), (6144, 1024)])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(1, 128), (333, 384), (2113, 1536), (6144, 1024), (300, 2048), (300, 3072), (2113, 6144)],
+)
 @pytest.mark.parametrize("rows", range(1, 10))
 def test_few_rows(rows: int, n: int, k: int, variant: str) -> None:
     """Up to 8 rows have a kernel of their own: fewer rows of the weight than multiprocessors, a
-    tile of sixteen or several, warps with many, one or no pieces of K."""
+    tile of sixteen or several, warps with many, one or no pieces of K, of each length."""
     check("bf16", variant, rows, n, k)
 
 
