@@ -165,6 +165,8 @@ struct MoeGemm {
   // One thread
   __device__ void load_weights() const {
     constexpr int HALF = WEIGHT_BYTES / 2;
+    constexpr int PAIR =
+        Shape::kTokens <= 64 ? 2 : 1;  // stages asked for together: 256 bytes a row
     uint64_t const once = ptx::policy_evict_first();
     uint64_t const again = ptx::policy_evict_normal();
     Ring ring;
@@ -180,21 +182,30 @@ struct MoeGemm {
       int const k0 = ahead.s.k0;
       int const k1 = ahead.s.k1;
       int const last = min(k0 + Shape::kStages, k1) - 1;  // that the first ones need not wait for
-      for (int k = k0; k < k1; ++k, ring.advance()) {
-        ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
-        uint32_t const barrier = full(ring.stage);
-        ptx::barrier_expect(barrier, WEIGHT_BYTES);
-        uint32_t const target = stages + ring.stage * STAGE_BYTES;
-        if constexpr (SHARERS == 1) {
-          ptx::tma_load(target, map, barrier, k * SM90_MOE_K, 0, rows0.x, rows0.y, policy);
-          ptx::tma_load(target + HALF, map, barrier, k * SM90_MOE_K, 0, rows1.x, rows1.y, policy);
-        } else {
-          int2 const rows = sharer == 0 ? rows0 : rows1;
-          ptx::tma_load_multicast(target + sharer * HALF, map, barrier, k * SM90_MOE_K, 0, rows.x,
-                                  rows.y, 3, policy);
+      for (int k = k0; k < k1;) {
+        int const count = min(PAIR - k % PAIR, k1 - k);
+        Ring const first = ring;
+        for (int i = 0; i < count; ++i, ring.advance()) {
+          ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
+          ptx::barrier_expect(full(ring.stage), WEIGHT_BYTES);
+        }
+        for (int half = 0; half < 2; ++half) {
+          if (SHARERS > 1 && half != sharer) continue;
+          int2 const rows = half == 0 ? rows0 : rows1;
+          Ring at = first;
+          for (int i = 0; i < count; ++i, at.advance()) {
+            uint32_t const target = stages + at.stage * STAGE_BYTES + half * HALF;
+            int const x = (k + i) * SM90_MOE_K;
+            if constexpr (SHARERS == 1) {
+              ptx::tma_load(target, map, full(at.stage), x, 0, rows.x, rows.y, policy);
+            } else {
+              ptx::tma_load_multicast(target, map, full(at.stage), x, 0, rows.x, rows.y, 3, policy);
+            }
+          }
         }
         if (k == k0) ahead.draw(*this);
-        if (k == last) ahead.next(*this);
+        k += count;
+        if (k > last && k - count <= last) ahead.next(*this);
       }
     }
   }
