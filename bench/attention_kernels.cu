@@ -4,7 +4,6 @@
 #include "kernels/smxx_paged_attention.h"
 #include "kernels/smxx_paged_decode.h"
 #include "kernels/smxx_selected_decode.h"
-#include "kernels/smxx_sparse_attention.h"
 #include "kernels/sparse_prefill.h"
 
 using namespace m3::kernels;

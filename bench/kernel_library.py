@@ -30,7 +30,6 @@ SOURCES = (
     KERNELS / "smxx_paged_decode.cu",
     KERNELS / "smxx_selected_decode.cu",
     KERNELS / "smxx_page_decode.cu",
-    KERNELS / "smxx_sparse_attention.cu",
     KERNELS / "smxx_paged_prefill.cu",
     KERNELS / "sm90_paged_prefill.cu",
     KERNELS / "smxx_join_tiles.cu",

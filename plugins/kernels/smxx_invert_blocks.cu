@@ -5,10 +5,10 @@
 #include "kernels/smxx_invert_chunk.h"
 
 // Three kernels, each over all KV heads. (1) Tiles of up to 128 tokens of one request mark in
-// shared memory which of them chose a block: a mask of 128 bits for each block, which gives a
-// pair's rank and the tile's counts whatever the order of the marks. (2) Counts are summed over
-// the tiles, groups of 32 blocks at a time; the last thread block sums over the groups. (3) Every
-// query goes to its place; every list that has some becomes an item.
+// shared memory which of them chose a block: a mask of 128 bits for each list of a block, which
+// gives a pair's rank and the tile's counts whatever the order of the marks. (2) Counts are summed
+// over the tiles, groups of 32 lists at a time; the last thread block sums over the groups. (3)
+// Every query goes to its place; every list that has some becomes an item.
 namespace m3::kernels {
 namespace {
 
@@ -56,7 +56,7 @@ __device__ TokenTile token_tile(InvertParams const& p, int32_t slot) {
   return {low, begin + first, min(TILE_TOKENS, count - first)};
 }
 
-// Of the requests: groups of blocks that come before.
+// Of the requests: groups of lists that come before.
 __device__ void place_requests(InvertParams const& p, InvertedBlocks const& b) {
   __shared__ int32_t sums[MARK_WARPS];
   int32_t before = 0;

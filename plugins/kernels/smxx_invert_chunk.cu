@@ -5,9 +5,9 @@
 #include "kernels/this_device.h"
 
 // A few thread blocks for each KV head: all read the head's selections, each inverts those of a
-// range of blocks, in shared memory. A mask of the chunk's tokens for each block gives a pair's
-// rank and the block's count whatever the order of the marks. How much lies before a thread block
-// is the only thing that they tell each other.
+// range of blocks, in shared memory. A mask of the chunk's tokens for each list gives a pair's rank
+// and the list's count whatever the order of the marks. How much lies before a thread block is the
+// only thing that they tell each other.
 namespace m3::kernels {
 namespace {
 
@@ -42,7 +42,7 @@ struct List {
 };
 
 struct Shared {
-  alignas(16) float4 totals[MAX_CLUSTER];  // queries, tiles, items of each thread block, as bits
+  alignas(16) float4 totals[MAX_CLUSTER];  // queries, work, items of each thread block, as bits
   uint64_t arrived;
   uint64_t sums[WARPS];
   Request requests[MAX_CHUNK_REQUESTS + 1];
