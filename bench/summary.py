@@ -74,6 +74,25 @@ def behind_sentence(records: dict[str, list[Record]]) -> str:
     )
 
 
+def attention_sentence(records: Sequence[Record]) -> str:
+    """Sparse attention of a chunk alone, by how the selections of neighbouring tokens differ."""
+    parts = []
+    for selection in ("random", "clustered"):
+        texts = []
+        for new, prefix in CHUNKS[:-1]:
+            case = {"new": new, "prefix": prefix, "selection": selection}
+            record = find(records, **case, **TP1)
+            if record and (vllm := record["baselines"].get(msa_report.PEERS[0])):
+                own = f"{duration(record['seconds'])} ({vllm / record['seconds']:.2f}x)"
+                texts.append(f"{tokens(new)} on {tokens(prefix)} {own}")
+        if texts:
+            parts.append(f"{selection} selections {', '.join(texts)}")
+    if not parts:
+        return ""
+    text = "; ".join(parts)
+    return f"**Sparse attention of a prefill chunk alone** (vLLM's time over ours): {text}."
+
+
 def gemm_sentence(records: Sequence[Record]) -> str:
     """How all projections compare with torch."""
     ratios = [record["baselines"]["torch.matmul"] / record["seconds"] for record in records]
@@ -237,6 +256,7 @@ def section(results: Path = RESULTS) -> str:
     found = eras(load_all("slice", results))
     bullets = [
         behind_sentence(msa),
+        attention_sentence(msa["prefill_attention"]),
         gemm_sentence(load("gemm", results)),
         moe_sentence(load("moe", results)),
         dense_sentence(load_all("paged_attention", results)),

@@ -101,3 +101,16 @@ def test_table_says_what_failed_and_what_was_beside() -> None:
 )
 def test_duration(seconds: float | None, text: str) -> None:
     assert report.duration(seconds) == text
+
+
+def test_attention_alone_beside_vllm() -> None:
+    def record(selection: str, seconds: float, **baselines: float) -> records.Record:
+        case = {"new": 8192, "prefix": 0, "selection": selection} | summary.TP1
+        return {"case": case, "seconds": seconds, "baselines": baselines}
+
+    vllm = {msa_report.PEERS[0]: 3e-3}
+    found = [record("random", 1.5e-3, **vllm), record("clustered", 1e-3, **vllm)]
+    text = summary.attention_sentence(found)
+    assert "random selections 8k on 0 1.5 ms (2.00x); clustered selections" in text
+    assert text.endswith("8k on 0 1 ms (3.00x).")
+    assert summary.attention_sentence([record("random", 1.5e-3)]) == ""  # vLLM did not run
