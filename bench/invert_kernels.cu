@@ -16,9 +16,7 @@ struct InvertStep {  // context requests only
 };
 
 static InvertedBlocks place(InvertStep const& s, Carver& carver, float*& lse, JoinedTiles& joined) {
-  joined.tokens = kPrefillRows / (s.num_heads / s.num_kv_heads);
-  joined.slots = s.num_tokens / joined.tokens + s.num_requests;
-  carver.take(joined.flags, int64_t{s.num_kv_heads} * joined.slots + 15);
+  joined = place_joined_tiles(carver, s.num_heads, s.num_kv_heads, s.num_tokens, s.num_requests);
   carver.take(lse, int64_t{s.num_tokens} * s.num_heads * s.top_k);
   return place_inverted_blocks(carver, s.num_tokens, s.num_kv_heads, s.num_requests, s.max_pages,
                                s.top_k, kMostLists);
@@ -49,6 +47,7 @@ int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspa
   p.least_work = 1;
   Carver carver(workspace);
   InvertedBlocks const blocks = place(*s, carver, p.lse, p.joined);
+  limit_joined_tiles(p.joined, p.num_tokens, s->num_heads, p.top_k);
   PagedPrefillParams tiles{};
   tiles.tokens = p.tokens;
   tiles.num_heads = s->num_heads;
@@ -58,12 +57,7 @@ int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspa
   tiles.block_ids = block_ids;
   tiles.top_k = p.top_k;
   tiles.joined = p.joined;
-  if (joins_by_position(p.num_tokens, s->num_heads)) {
-    p.joined.flags = nullptr;
-    p.joined.end_position = joined_blocks(p.num_tokens, s->num_heads, p.top_k) * kBlockSize;
-  } else if (cudaError_t const status = launch_join_tiles(tiles, s->max_pages, stream)) {
-    return status;
-  }
+  if (cudaError_t const status = launch_join_tiles(tiles, s->max_pages, stream)) return status;
   return launch_invert_blocks(p, blocks, stream);
 }
 }

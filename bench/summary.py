@@ -79,7 +79,7 @@ def attention_sentence(records: Sequence[Record]) -> str:
     parts = []
     for selection in ("random", "clustered"):
         texts = []
-        for new, prefix in CHUNKS[:-1]:
+        for new, prefix in CHUNKS:
             case = {"new": new, "prefix": prefix, "selection": selection}
             record = find(records, **case, **TP1)
             if record and (vllm := record["baselines"].get(msa_report.PEERS[0])):

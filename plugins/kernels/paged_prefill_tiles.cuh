@@ -18,9 +18,13 @@ struct PrefillTile {
 
 // Request r owns the slots from cu[r] / tokens + r to those of request r + 1: at least as many as
 // it needs, and the host knows how many there are at most.
-__host__ __device__ inline int32_t prefill_slots(PagedPrefillParams const& p, int tile_tokens) {
-  int32_t const slots = p.num_tokens / tile_tokens + p.num_requests;
+__host__ __device__ inline int32_t prefill_slots(int32_t num_tokens, int32_t num_requests,
+                                                 int tile_tokens) {
+  int32_t const slots = num_tokens / tile_tokens + num_requests;
   return slots > 0 ? slots : 1;  // all padding
+}
+__host__ __device__ inline int32_t prefill_slots(PagedPrefillParams const& p, int tile_tokens) {
+  return prefill_slots(p.num_tokens, p.num_requests, tile_tokens);
 }
 
 // The slots' tiles, those with most keys of each request first.

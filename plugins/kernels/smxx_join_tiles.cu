@@ -50,11 +50,11 @@ __global__ void __launch_bounds__(32 * WARPS)
   }
 }
 
-}  // namespace
-
 bool joins_by_position(int32_t num_tokens, int32_t num_heads) {
   return int64_t{num_tokens} * num_heads < MIN_TILES * kPrefillRows;
 }
+
+}  // namespace
 
 int32_t joined_blocks(int32_t num_tokens, int32_t num_heads, int32_t top_k) {
   if (joins_by_position(num_tokens, num_heads)) return std::min(top_k, kMaxJoined);
@@ -63,7 +63,23 @@ int32_t joined_blocks(int32_t num_tokens, int32_t num_heads, int32_t top_k) {
   return std::min({top_k + tiles / 32, 2 * top_k, kMaxJoined});
 }
 
+JoinedTiles place_joined_tiles(Carver& carver, int32_t num_heads, int32_t num_kv_heads,
+                               int32_t num_tokens, int32_t num_requests) {
+  JoinedTiles joined{};
+  joined.tokens = kPrefillRows / (num_heads / num_kv_heads);
+  joined.slots = prefill_slots(num_tokens, num_requests, joined.tokens);
+  // Read by 16 at once.
+  carver.take(joined.flags, int64_t{num_kv_heads} * joined.slots + 15);
+  return joined;
+}
+
+void limit_joined_tiles(JoinedTiles& joined, int32_t num_tokens, int32_t num_heads, int32_t top_k) {
+  if (joins_by_position(num_tokens, num_heads)) joined.flags = nullptr;
+  joined.end_position = joined_blocks(num_tokens, num_heads, top_k) * kBlockSize;
+}
+
 cudaError_t launch_join_tiles(PagedPrefillParams const& p, int32_t end_block, cudaStream_t stream) {
+  if (p.joined.flags == nullptr || p.num_requests == 0) return cudaSuccess;
   int32_t const end = std::min({end_block, p.tokens.max_pages, MOST_BLOCKS});
   int32_t const words = (end + 31) / 32;
   dim3 const grid((p.joined.slots + WARPS - 1) / WARPS, p.num_kv_heads);

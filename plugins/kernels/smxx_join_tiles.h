@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/carver.h"
 #include "kernels/paged_prefill.h"
 
 namespace m3::kernels {
@@ -8,11 +9,17 @@ namespace m3::kernels {
 // them, with a mask, than block by block: few tokens have few tiles, each of which takes long.
 int32_t joined_blocks(int32_t num_tokens, int32_t num_heads, int32_t top_k);
 
-// With so few tokens only tiles of the first joined_blocks of a sequence are joined, by position.
-bool joins_by_position(int32_t num_tokens, int32_t num_heads);
+// Room for the flags of these tiles.
+JoinedTiles place_joined_tiles(Carver& carver, int32_t num_heads, int32_t num_kv_heads,
+                               int32_t num_tokens, int32_t num_requests);
 
-// Fills p.joined: the tiles whose rows chose no more than joined_blocks together, the last token's
-// own one counted, all of them in front of `end_block`; a tile of fewer tokens as many fewer.
+// Sets the end position and, with so few tokens that only tiles of the first joined_blocks of a
+// sequence are joined, takes the flags away.
+void limit_joined_tiles(JoinedTiles& joined, int32_t num_tokens, int32_t num_heads, int32_t top_k);
+
+// Fills the flags of p.joined, if there are any: the tiles whose rows chose no more than
+// joined_blocks together, the last token's own one counted, all of them in front of `end_block`; a
+// tile of fewer tokens as many fewer.
 cudaError_t launch_join_tiles(PagedPrefillParams const& p, int32_t end_block, cudaStream_t stream);
 
 }  // namespace m3::kernels

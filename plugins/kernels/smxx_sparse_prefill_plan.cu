@@ -31,10 +31,7 @@ SparsePrefillRound place(Carver& carver, int32_t num_heads, int32_t num_kv_heads
                          int32_t all_tokens, int32_t tokens, int32_t num_requests,
                          int32_t max_pages, int32_t top_k, int32_t lists) {
   SparsePrefillRound round{};
-  round.joined.tokens = kPrefillRows / (num_heads / num_kv_heads);
-  round.joined.slots = all_tokens / round.joined.tokens + num_requests;
-  // Read by 16 at once.
-  carver.take(round.joined.flags, int64_t{num_kv_heads} * round.joined.slots + 15);
+  round.joined = place_joined_tiles(carver, num_heads, num_kv_heads, all_tokens, num_requests);
   round.blocks =
       place_inverted_blocks(carver, tokens, num_kv_heads, num_requests, max_pages, top_k, lists);
   carver.take(round.lse, int64_t{num_heads} * tokens * top_k);
@@ -116,17 +113,15 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
   SparsePrefillRound round = place(carver, p.num_heads, p.num_kv_heads, p.num_tokens, rounds.tokens,
                                    p.num_requests, p.tokens.max_pages, p.top_k, lists);
   float* const lse = round.lse;
-  if (attend_tiles == nullptr || joins_by_position(p.num_tokens, p.num_heads)) {
+  if (attend_tiles == nullptr) {
     round.joined.flags = nullptr;
+    round.joined.end_position = -kAllPositions;
+  } else {
+    limit_joined_tiles(round.joined, p.num_tokens, p.num_heads, p.top_k);
   }
-  round.joined.end_position = attend_tiles == nullptr
-                                  ? -kAllPositions
-                                  : joined_blocks(p.num_tokens, p.num_heads, p.top_k) * kBlockSize;
   PagedPrefillParams const tiles = all_tiles(p, round.joined);
-  if (round.joined.flags != nullptr && p.num_requests > 0) {
-    cudaError_t const status = launch_join_tiles(tiles, end_block, stream);
-    if (status != cudaSuccess) return status;
-  }
+  cudaError_t status = launch_join_tiles(tiles, end_block, stream);
+  if (status != cudaSuccess) return status;
 
   for (int32_t token = 0; token < p.num_tokens; token += rounds.tokens) {
     round.first_token = token;
@@ -145,7 +140,7 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
     invert.least_work = lists == 2 && shares_blocks(p, round.num_tokens) ? LEAST_WORK : 1;
     invert.joined = round.joined;
     invert.lse = lse;
-    cudaError_t status = launch_invert_blocks(invert, round.blocks, stream);
+    status = launch_invert_blocks(invert, round.blocks, stream);
     if (status != cudaSuccess) return status;
     if (token == 0 && attend_tiles != nullptr && p.num_requests > 0) {
       status = attend_tiles(tiles, stream);
