@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from m3trt.preprocess.errors import PreprocessError
 from m3trt.preprocess.image_settings import ImageSettings
+from m3trt.preprocess.segments import Grid, cut_segments, patch_positions, segment_offsets
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_ASPECT_RATIO = 200
@@ -35,7 +36,7 @@ class ImageBatch:
     """The pictures of one request, N patch rows in all.
 
     patches [N, C * T * patch * patch] in the engine's dtype; positions int32 [N, 3], the patch
-    indices (time, row, column); cu_seqlens int32 [pictures + 1]; grids [pictures, 3] of patches
+    indices (time, row, column); cu_seqlens int32 [segments + 1]; grids [pictures, 3] of patches
     (time, rows, columns); num_tokens per picture after merging. Rows are in merge-block order:
     each merge * merge consecutive ones become one token.
     """
@@ -43,7 +44,7 @@ class ImageBatch:
     patches: npt.NDArray[Any]
     positions: npt.NDArray[np.int32]
     cu_seqlens: npt.NDArray[np.int32]
-    grids: tuple[tuple[int, int, int], ...]
+    grids: tuple[Grid, ...]
     num_tokens: tuple[int, ...]
 
 
@@ -185,11 +186,11 @@ class ImageProcessor:
         """Patch rows of resized RGB `images`, at least one."""
         patch, merge = self.settings.patch_size, self.settings.merge_size
         grids = tuple((1, image.height // patch, image.width // patch) for image in images)
-        rows = [height * width for _, height, width in grids]
+        segments = cut_segments(grids, self.settings.segment_max_frames)
         return ImageBatch(
             patches=np.concatenate([self._patches(image) for image in images]),
-            positions=np.concatenate([_positions(h, w, merge) for _, h, w in grids]),
-            cu_seqlens=np.cumsum([0, *rows], dtype=np.int32),
+            positions=patch_positions(segments, merge),
+            cu_seqlens=segment_offsets(segments),
             grids=grids,
             num_tokens=tuple(self.num_tokens(image) for image in images),
         )
@@ -216,11 +217,3 @@ def _normalised_levels(settings: ImageSettings) -> npt.NDArray[np.float32]:
     std = np.array(settings.std, np.float32)[:, None] * scale
     levels: npt.NDArray[np.float32] = (np.arange(256, dtype=np.float32) - mean) / std
     return levels
-
-
-def _positions(height: int, width: int, merge: int) -> npt.NDArray[np.int32]:
-    """int32 [height * width, 3] patch indices of one frame in merge-block order."""
-    row, column = np.indices((height, width), dtype=np.int32)
-    stacked = np.stack([np.zeros_like(row), row, column], axis=-1)
-    blocks = stacked.reshape(height // merge, merge, width // merge, merge, 3)
-    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 3))

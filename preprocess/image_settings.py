@@ -25,11 +25,12 @@ BICUBIC = 3
 
 @dataclass(frozen=True, slots=True)
 class ImageSettings:
-    """Constants of resizing and normalising; sizes in pixels."""
+    """Constants of resizing, normalising and cutting into patches; sizes in pixels."""
 
     patch_size: int
     merge_size: int
     temporal_patch_size: int
+    segment_max_frames: int
     min_pixels: int = MIN_PIXELS
     max_pixels: int = MAX_PIXELS
     rescale_factor: float = RESCALE_FACTOR
@@ -84,6 +85,7 @@ class ImageSettings:
             patch_size=vision.patch_size,
             merge_size=vision.spatial_merge_size,
             temporal_patch_size=vision.temporal_patch_size,
+            segment_max_frames=vision.segment_max_frames,
             min_pixels=low,
             max_pixels=high,
             rescale_factor=_number(data.get("rescale_factor", RESCALE_FACTOR), "rescale_factor"),

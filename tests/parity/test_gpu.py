@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from m3trt.preprocess.segments import cut_segments, patch_positions, segment_offsets
 
 torch = pytest.importorskip("torch")
 
@@ -17,8 +18,8 @@ pytestmark = [
 LENGTH = 2309
 """Beyond 2048 tokens selection leaves blocks out."""
 
-GRIDS = ((1, 4, 6), (1, 2, 2), (4, 8, 4))
-"""Two images and a video of four temporal patches, in patches."""
+GRIDS = ((1, 4, 6), (1, 2, 2), (6, 8, 4))
+"""Two images and a video of two segments, in patches."""
 
 SINGLE = 5
 """Tokens at the end of a sequence that are decoded one by one."""
@@ -80,22 +81,12 @@ def test_logits(on_gpu, close_to, token_ids, geometry, dtype):
     close_to(ours, geometry, dtype, ids)
 
 
-def positions_of(grid):
-    """(t, h, w) of every patch row: the rows of one frame come in 2x2 groups."""
-    t, y, dy, x, dx = np.meshgrid(
-        np.arange(grid[0]), np.arange(grid[1] // 2), [0, 1], np.arange(grid[2] // 2), [0, 1],
-        indexing="ij",
-    )  # fmt: skip
-    at = np.stack([t, 2 * y + dy, 2 * x + dx], axis=-1).transpose(0, 1, 3, 2, 4, 5)
-    return at.reshape(-1, 3).astype(np.int32)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vision(vision, within, gpu_runtime, dtype):
-    sizes = [t * h * w for t, h, w in GRIDS]
-    patches = np.random.default_rng(3).standard_normal((sum(sizes), 1176)).astype(np.float32)
-    segments = np.cumsum([0, *sizes]).astype(np.int32)
-    inputs = patches, np.concatenate([positions_of(grid) for grid in GRIDS]), segments
+    segments = cut_segments(GRIDS, max_frames=4)
+    offsets = segment_offsets(segments)
+    patches = np.random.default_rng(3).standard_normal((offsets[-1], 1176)).astype(np.float32)
+    inputs = patches, patch_positions(segments, 2), offsets
     features = vision("gqa16", dtype, gpu_runtime)(*inputs)
     exact = vision("gqa16", "float32")(*inputs)
     if dtype == "float32":

@@ -23,7 +23,7 @@ from m3trt.preprocess.image import (
 from m3trt.preprocess.image_settings import ImageSettings
 from PIL import Image
 
-SETTINGS = ImageSettings(patch_size=14, merge_size=2, temporal_patch_size=2)
+SETTINGS = ImageSettings(patch_size=14, merge_size=2, temporal_patch_size=2, segment_max_frames=4)
 PROCESSOR = ImageProcessor(SETTINGS, "float32")
 
 pytestmark = pytest.mark.smoke
