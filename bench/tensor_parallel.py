@@ -12,7 +12,6 @@ import argparse
 import ctypes
 import json
 import logging
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from m3trt.bench import random_engine
 from m3trt.bench.device_time import breakdown, graph_of, median_seconds
 from m3trt.bench.floors import step_floors
 from m3trt.bench.needs import require_gpus
+from m3trt.bench.ranks import run_ranks
 from m3trt.bench.records import append_record, gpu
 from m3trt.bench.slice import Case, model, step_inputs
 from m3trt.build import tensors
@@ -67,7 +67,7 @@ class Group:
     unique_id: bytes
 
 
-def run_rank(connection: Connection, group: Group, rank: int) -> None:
+def run_rank(connection: Connection, rank: int, group: Group) -> None:
     """Send a dict a case, with logits, then the times of the collectives."""
     logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
     torch, size = import_torch(), group.config.tp_size
@@ -138,35 +138,6 @@ def run_collectives(member: Communicator, config: M3Config, stream: Any) -> list
     return results
 
 
-def run_group(group: Group) -> list[list[Any]]:
-    """For each thing that the ranks send what each sent. No rank may wait for its reader: others
-    would wait for it in a step.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = zip(*(context.Pipe() for _ in range(group.config.tp_size)), strict=True)
-    ranks = [
-        context.Process(target=run_rank, args=(end, group, rank), daemon=True)
-        for rank, end in enumerate(theirs)
-    ]
-    for rank, end in zip(ranks, theirs, strict=True):
-        rank.start()
-        end.close()
-    answers = []
-    try:
-        for _ in range(len(CASES) + (group.config.tp_size > 1)):
-            answers.append([connection.recv() for connection in ours])
-    except EOFError:
-        raise RuntimeError("a rank failed, see its messages above") from None
-    finally:
-        for rank in ranks:
-            rank.join(10.0)
-            rank.kill()
-    return answers
-
-
 def estimate(seconds: float, smallest: float, size: int, target: int) -> float:
     """Seconds of an all-reduce among `target` ranks from that among `size`, as a ring has them:
     2 (n - 1) hops, each of which waits for the one before, and 2 (n - 1) / n of the bytes.
@@ -228,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 limits.max_pages_per_sequence(config),
                 unique_id() if size > 1 else b"",
             )
-            answers[size] = run_group(group)
+            answers[size] = run_ranks(size, len(CASES) + (size > 1), run_rank, group)
     failed = False
     for index, case in enumerate(CASES):
         alone = answers[1][index][0]["logits"]

@@ -221,7 +221,8 @@ def run(node: Node, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return first
     graph = torch.cuda.CUDAGraph()
     again = [result_of(execute), result_of(execute)]
-    with torch.cuda.graph(graph, stream=stream):
+    # NCCL has threads of its own that may use the GPU meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         execute()
     again.append(result_of(graph.replay))
     for attempt, result in enumerate(again):

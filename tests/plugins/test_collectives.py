@@ -1,4 +1,6 @@
-"""M3AllReduce and M3AllGather: build everywhere; a step without a communicator fails."""
+"""M3AllReduce and M3AllGather: build everywhere; a step without a communicator fails; on two GPUs
+their results against fp64.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,9 @@ import plugin_harness as harness
 import pytest
 import torch
 from closeness import DTYPES, normal
-from plugin_harness import Node, Port
-
-
-def reduce(dtype: str) -> Node:
-    shape = ("tokens", 96)
-    ports = (Port("x", dtype, shape),), (Port("y", dtype, shape),)
-    return Node("M3AllReduce", *ports, (("group_size", 2),))
-
-
-def gather(dtype: str) -> Node:
-    ports = (Port("x", dtype, ("tokens", 48)),), (Port("y", dtype, ("tokens", 96)),)
-    return Node("M3AllGather", *ports, (("group_size", 2),))
-
+from collective_ranks import CASES, check_rank, gather, reduce
+from m3trt.bench.ranks import run_ranks
+from m3trt.runtime.tensorrt.nccl import unique_id
 
 NODES = {f"{make.__name__}-{dtype}": make(dtype) for make in (reduce, gather) for dtype in DTYPES}
 
@@ -39,7 +31,7 @@ def test_builds(name: str) -> None:
         pytest.param(gather("bf16").reshaped(x=("tokens", 4, 12)), "x has 3 dimensions", id="rank"),
     ],
 )
-def test_refuses(bad: Node, sentence: str) -> None:
+def test_refuses(bad: harness.Node, sentence: str) -> None:
     with pytest.raises(harness.BuildError) as caught:
         harness.build(bad)
     assert sentence in str(caught.value)
@@ -57,3 +49,22 @@ def test_step_without_communicator_fails(name: str) -> None:
     with pytest.raises(AssertionError, match="failed"):
         harness.run(node, {"x": x})
     assert harness.run(node, {"x": x[:0]})["y"].shape == torch.Size([0, 96])
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[tuple[str, str]]]:
+    """What both ranks sent for each case."""
+    sent = run_ranks(2, len(CASES), check_rank, unique_id())
+    return dict(zip(CASES, sent, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", CASES)
+def test_values(answers: dict[str, list[tuple[str, str]]], case: str) -> None:
+    """Three eager runs and a captured one give the same bits, on both ranks."""
+    (first, bits), (second, other_bits) = answers[case]
+    assert not first
+    assert not second
+    assert bits == other_bits
