@@ -224,6 +224,16 @@ def test_norms_rotates_and_writes(step: str, shape: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.full
 @gpu
+@pytest.mark.parametrize("shape", ["dense-bf16", "sparse-f32", "sparse-e4m3-both"])
+def test_long_contexts(shape: str) -> None:
+    batch = make_step([Request(2, 70_000)], [70_001, 130], padded_rows=1)
+    inputs = make_inputs(batch, SHAPES[shape])
+    check(batch, SHAPES[shape], inputs, harness.run(node(SHAPES[shape]), inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
 @pytest.mark.parametrize("shape", ["dense-bf16", "sparse-e4m3-kv", "sparse-e4m3-both"])
 @pytest.mark.parametrize("tokens", [1029, 4205])
 def test_long_steps(tokens: int, shape: str) -> None:

@@ -9,6 +9,7 @@ import plugin_harness as harness
 import pytest
 import torch
 from paged_steps import (
+    BLOCK,
     DECODE_PORT,
     DTYPES,
     PACKED_PORTS,
@@ -125,6 +126,35 @@ def test_long_contexts(shape: str) -> None:
     check_exact(make_step([], [70_001, 8], q_len=3), shape)
 
 
+MISSING = {0: [0, 5, 6, 11], 1: [0], 2: [3, 16], 4: [*range(32)], 5: [0, 1]}
+"""Blocks without a page: first, last and inner ones, 32 in a row, and all of a request."""
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_missing_pages_are_skipped(shape: str) -> None:
+    """-1 inside a row of the page table hides its keys; a token that sees none gives zeros."""
+    kv_heads = SHAPES[shape][-1]
+    batch = make_step([Request(300, 1500), Request(3, 40)], [2049, 100, 5000, 200], q_len=2)
+    inputs = inputs_of(batch, shape)
+    present = torch.full((kv_heads, batch.num_tokens, 40), -1, dtype=torch.int32)
+    for token, (request, position) in enumerate(batch.tokens):
+        gone = MISSING.get(request, [])
+        blocks = [block for block in range(position // BLOCK + 1) if block not in gone]
+        present[:, token, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    table, pool = inputs["kv_cache_block_offsets"].clone(), inputs["kv_cache"].clone()
+    for request, blocks in MISSING.items():
+        table[request, blocks] = -1
+        pool.view(torch.uint8)[[batch.pages[request][block] for block in blocks]] = 0xFF  # NaN
+    holed = {**inputs, "kv_cache_block_offsets": table, "kv_cache": pool}
+    out = harness.run(node(*SHAPES[shape]), holed)["out"]
+    check(batch, shape, inputs, out, present)
+    blind = [token for token, (request, _) in enumerate(batch.tokens) if request in (1, 5)]
+    assert (out[blind] == 0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.full
 @pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
@@ -169,23 +199,38 @@ def scaled_keys(batch: Step, pages: torch.Tensor, keys: str) -> torch.Tensor:
     return pages
 
 
-def check_exact(batch: Step, shape: str, keys: str = "alike") -> None:
+def inputs_of(batch: Step, shape: str) -> dict[str, torch.Tensor]:
     dtype, cache, heads, kv_heads = SHAPES[shape]
     inputs = dict(batch.inputs)
     inputs["q"] = rows(batch, 1, heads, 128, dtype=dtype, scale=2.0)
     inputs["kv_cache"] = kv_pool(batch, kv_heads, cache, seed=2)
+    inputs["kv_scale"] = torch.tensor([0.75])
+    return inputs
+
+
+def check_exact(batch: Step, shape: str, keys: str = "alike") -> None:
+    inputs = inputs_of(batch, shape)
     if keys != "alike":
         inputs["kv_cache"] = scaled_keys(batch, inputs["kv_cache"], keys)
     if keys == "negative":
         inputs["q"] = inputs["q"].abs()
-    inputs["kv_scale"] = torch.tensor([0.75])
-    out = harness.run(node(*SHAPES[shape]), inputs)["out"]
+    check(batch, shape, inputs, harness.run(node(*SHAPES[shape]), inputs)["out"])
 
+
+def check(
+    batch: Step,
+    shape: str,
+    inputs: dict[str, torch.Tensor],
+    out: torch.Tensor,
+    block_ids: torch.Tensor | None = None,
+) -> None:
+    """`out` is exact attention to all blocks, or to those of `block_ids` [Hkv, tokens, ..]."""
+    dtype, cache, _, _ = SHAPES[shape]
     scale = inputs["kv_scale"] if cache == "e4m3" else None
     q, pages = real(inputs["q"]), real(inputs["kv_cache"], scale)
     exact, plain = (
         reference.attend_step(
-            batch, q.to(t), pages[:, 0].to(t), pages[:, 1].to(t), SCALE, block_ids=None
+            batch, q.to(t), pages[:, 0].to(t), pages[:, 1].to(t), SCALE, block_ids
         )
         for t in (torch.float64, DTYPES[dtype])
     )

@@ -140,6 +140,19 @@ def test_attends_to_the_selection(step: str, shape: str, top_k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.full
 @gpu
+@pytest.mark.parametrize("shape", ["gqa16-bf16", "gqa16-f32", "gqa8-bf16-e4m3"])
+def test_long_contexts(shape: str) -> None:
+    dtype, cache, _, kv_heads = paged.SHAPES[shape]
+    batch = make_step([Request(2, 70_000)], [70_001, 130], padded_rows=1)
+    inputs = inputs_of(batch, *paged.SHAPES[shape])
+    inputs["block_ids"] = choose(batch, kv_heads, TOP_K)
+    out = harness.run(node(*paged.SHAPES[shape]), inputs)["out"]
+    check(batch, inputs, out, dtype, cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
 def test_skips_sentinels_anywhere_and_rows_without_blocks() -> None:
     batch = make_step([Request(30, 900)], [2049, 130])
     inputs = inputs_of(batch, "bf16", "bf16", 16, 2)
@@ -154,20 +167,20 @@ def test_skips_sentinels_anywhere_and_rows_without_blocks() -> None:
     check(batch, inputs, out, "bf16", "bf16")
 
 
+ROUTES = {
+    "rows": [Request(20, 20_000)],
+    "dense": [Request(150, 1500), Request(1, 1)],
+    "blocks": [Request(90, 5000), Request(80, 2100)],
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.full
 @gpu
 @pytest.mark.parametrize("cache", ["bf16", "e4m3"])
-@pytest.mark.parametrize(
-    "context",
-    [
-        pytest.param([Request(20, 20_000)], id="rows"),
-        pytest.param([Request(150, 1500), Request(1, 1)], id="dense"),
-        pytest.param([Request(90, 5000), Request(80, 2100)], id="blocks"),
-    ],
-)
-def test_every_route_of_context_rows(context: list[Request], cache: str) -> None:
-    batch = make_step(context)
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_of_context_rows(route: str, cache: str) -> None:
+    batch = make_step(ROUTES[route])
     inputs = inputs_of(batch, "bf16", cache, 32, 2)
     ids = choose(batch, 2, TOP_K)
     ids[:, ::3, 0] = -1
@@ -175,6 +188,31 @@ def test_every_route_of_context_rows(context: list[Request], cache: str) -> None
     inputs["block_ids"] = ids
     out = harness.run(node("bf16", cache, 32, 2), inputs)["out"]
     check(batch, inputs, out, "bf16", cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
+@pytest.mark.parametrize(
+    "types", [("bf16", "bf16"), ("bf16", "e4m3"), ("f32", "f32")], ids=["bf16", "e4m3", "f32"]
+)
+@pytest.mark.parametrize("route", ROUTES)
+def test_missing_pages_are_skipped(route: str, types: tuple[str, str]) -> None:
+    """-1 inside a row of the page table, where blocks were chosen, also of decode rows."""
+    batch = make_step(ROUTES[route], [2049, 200])
+    inputs = inputs_of(batch, *types, 32, 2)
+    chosen = choose(batch, 2, TOP_K)
+    seen, table, pool = chosen.clone(), inputs["kv_cache_block_offsets"].clone(), inputs["kv_cache"]
+    pool = pool.clone()
+    for request, pages in enumerate(batch.pages):
+        gone = torch.arange(request % 2, len(pages), 3)
+        table[request, gone] = -1
+        pool.view(torch.uint8)[torch.tensor(pages)[gone]] = 0xFF  # NaN
+        tokens = torch.tensor([own == request for own, _ in batch.tokens])
+        seen[:, tokens] = torch.where(torch.isin(seen[:, tokens], gone), -1, seen[:, tokens])
+    given = inputs | {"block_ids": chosen, "kv_cache": pool, "kv_cache_block_offsets": table}
+    out = harness.run(node(*types, 32, 2), given)["out"]
+    check(batch, inputs | {"block_ids": seen}, out, *types)
 
 
 @pytest.mark.gpu
