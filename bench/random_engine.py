@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from m3trt.build.builder import BuildReport, EngineTask, build_engine
 from m3trt.build.configuration import BuildConfig
 from m3trt.build.library import PLUGIN_LIBRARY
 from m3trt.build.network import build_text_network
-from m3trt.build.profiles import check_sizes, input_ranges, text_dimensions
+from m3trt.build.profiles import DimensionRange, check_sizes, input_ranges, text_dimensions
 from m3trt.convert.configuration import M3Config
 from m3trt.convert.layout import expert_stack, rank_tensors
 from m3trt.runtime.bindings import cache_names
@@ -56,14 +57,24 @@ def build(
     model, dimensions = build_text_network(config, limits, 0), text_dimensions(config, limits)
     if not collectives:
         drop_collectives(model, config.local_vocab_size)
+    return compile_graph(model, dimensions, library, folder / "rank0.engine")
+
+
+def compile_graph(
+    model: onnx.ModelProto, dimensions: Mapping[str, DimensionRange], library: str, engine: Path
+) -> BuildReport:
+    """Write `engine` for this machine's GPU, and the graph beside it.
+
+    Raises:
+        ConfigError, BuildError, LibraryError: as the build command.
+    """
     check_sizes(model, dimensions)
-    path = folder / "rank0.onnx"
-    onnx.save(model, path)
+    onnx.save(model, engine.with_suffix(".onnx"))
     task = EngineTask(
-        name="rank0",
+        name=engine.stem,
         library=library,
-        onnx=path,
-        engine=path.with_suffix(".engine"),
+        onnx=engine.with_suffix(".onnx"),
+        engine=engine,
         ranges=input_ranges(model, dimensions),
         plugin_library=PLUGIN_LIBRARY,
         compute_capabilities=None,

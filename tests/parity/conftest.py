@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from m3trt.runtime.step import StepExecutor, StepInputs
 from safetensors import safe_open
 
 torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parent))  # its helper modules
 
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 ROUTER = ("block_sparse_moe.gate.weight", "e_score_correction_bias")
@@ -89,6 +92,12 @@ def all_double() -> Iterator[None]:
         context.setattr(torch, "float", torch.float64)
         context.setattr(code, "nn", shadow)
         yield
+
+
+@pytest.fixture(scope="session")
+def in_double() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """in_double() -> a context in which transformers' float32 sections compute in float64."""
+    return all_double
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import ml_dtypes
-import numpy as np
 import pytest
+from full_width_steps import MODEL, VOCAB, random_ids, sequence_step
 from m3trt.bench import random_engine
 from m3trt.build import tensors
 from m3trt.build.configuration import BuildConfig
 from m3trt.convert.hf_config import parse_config
 from m3trt.convert.layout import expert_stack
 from m3trt.runtime.bindings import step_arrays
-from m3trt.runtime.step import StepInputs
 
 torch = pytest.importorskip("torch")
 
@@ -29,8 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
 ]
 
-MODEL = Path(__file__).resolve().parents[1] / "data" / "minimax_m3_config.json"
-VOCAB = 1024
 LONGEST = 4096
 
 
@@ -111,30 +107,6 @@ def logits_of(theirs, state, head, inputs, dtype):
         return torch.nn.functional.linear(out.float(), head.float()).double().cpu().numpy()
 
 
-def sequence_step(config, ids, table):
-    """One context step over the whole sequence, with the logits of every token."""
-    count = ids.size
-    pages = np.random.default_rng(1).permutation(-(-count // config.tokens_per_block) + 3)
-    return StepInputs(
-        input_ids=ids,
-        position_ids=np.arange(count, dtype=np.int32),
-        cu_query_lens=np.array([0, count], np.int32),
-        sequence_length=np.array([count], np.int32),
-        kv_cache_block_offsets=pages[None].astype(np.int32),
-        decode_shape=(0, 1),
-        logit_rows=np.arange(count, dtype=np.int32),
-        prompt_embedding_table=table,
-    )
-
-
-def random_ids(count, images):
-    """Ids of which `images` are rows of a table, and the table's size, at least 1."""
-    rng = np.random.default_rng(count)
-    ids = rng.integers(0, VOCAB, count).astype(np.int32)
-    ids[np.sort(rng.permutation(count)[:images])] = VOCAB + np.arange(images)
-    return ids
-
-
 @pytest.fixture(scope="module")
 def engine(gpu_runtime, tmp_path_factory):
     """The config and the loaded engine."""
@@ -155,11 +127,12 @@ def engine(gpu_runtime, tmp_path_factory):
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize(
-    ("count", "images"),
-    [pytest.param(2309, 0, id="text"), pytest.param(4096, 2000, id="images")],
-)
-def test_logits(engine, importable_torchvision, within, count, images):
+@pytest.mark.parametrize("share", [pytest.param(0, id="text"), pytest.param(0.5, id="images")])
+@pytest.mark.parametrize("count", [2309, 4096])
+def test_logits(engine, importable_torchvision, within, count, share):
+    """Images are random rows of a table here; what the tower makes of them has tests of its own
+    (`test_full_width_vision.py`)."""
+    images = int(share * count)
     config, ours = engine
     _, theirs = two_layers()
     weights = {
