@@ -12,9 +12,11 @@ from m3trt.bench import random_engine
 from m3trt.bench.device_time import op_of
 from m3trt.bench.floors import step_floors
 from m3trt.bench.gemm import projections
+from m3trt.bench.routing import emulated_experts, expected_experts
 from m3trt.bench.slice import CASES, Case, model, page_count, step_inputs
 from m3trt.build.configuration import BuildConfig
 from m3trt.build.network import build_text_network
+from m3trt.convert.layout import rank_tensors
 
 pytestmark = pytest.mark.smoke
 
@@ -61,6 +63,35 @@ def test_steps_fit_the_engine(kind):
         assert used.max() < 100
         assert inputs.position_ids[0] == case.context
         assert inputs.position_ids[-1] == case.context + case.new - 1
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """The slice with a twentieth of every width and all experts, and its random weights."""
+    torch = pytest.importorskip("torch")
+    config = model("slice", MODEL)
+    moe = dataclasses.replace(config.moe, intermediate_size=160, shared_intermediate_size=160)
+    sizes = {"hidden_size": 320, "intermediate_size": 640, "vocab_size": 1024}
+    config = dataclasses.replace(config, moe=moe, dtype="float32", **sizes)
+    specs = rank_tensors(config)
+    fill = random_engine.fill
+    return config, {name: fill(name, torch.empty(spec.shape)) for name, spec in specs.items()}
+
+
+@pytest.mark.parametrize("tokens", [8, 32, 128])
+def test_tokens_choose_experts_as_at_random(narrow, tokens):
+    config, weights = narrow
+    expected, ids = expected_experts(config, tokens), np.arange(tokens)
+    assert emulated_experts(weights, config, ids) == pytest.approx(expected, rel=0.04)
+    biased = {n: w * 100 if n.endswith("correction_bias") else w for n, w in weights.items()}
+    assert emulated_experts(biased, config, ids) < 0.8 * expected, "biases of 0.1 herd them"
+
+
+def test_a_swiglu_adds_nothing_that_all_tokens_share(narrow):
+    _, weights = narrow
+    projections = [weight for name, weight in weights.items() if ".proj." in name]
+    assert len(projections) == 1 + 5 * 2
+    assert all(weight.sum(-1).abs().max() < 1e-4 for weight in projections)
 
 
 def test_pages_share_the_memory():
