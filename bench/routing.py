@@ -38,7 +38,8 @@ def emulated_experts(weights: Mapping[str, Any], config: M3Config, ids: Any) -> 
         return (inner.to(proj.dtype) @ proj.T).float()
 
     moe, limit, counts = config.moe, config.swiglu_limit, []
-    x = weights["transformer.vocab_embedding.weight"][ids].float()
+    embedding = weights["transformer.vocab_embedding.weight"]
+    x = embedding[torch.as_tensor(ids, device=embedding.device).long()].float()
     for layer in range(config.num_hidden_layers):
         hidden, inner = norm(x, layer), "mlp.shared_expert" if config.moe_layers[layer] else "mlp"
         fc, proj = (weight(f"{inner}.{name}.weight", layer) for name in ("fc", "proj"))
