@@ -3,19 +3,23 @@
 python -m m3trt.bench.load --model_config tests/data/minimax_m3_config.json
 
 Writes a file of random bytes in the shapes of one TP 8 rank with few layers, throws it out of the
-page cache, and loads it twice: from the disk, then from the cache. Appends to results/load.jsonl.
+page cache, and loads it twice: from the disk, then from the cache. Beside that, in the same run:
+plain reads of the file past the page cache (O_DIRECT), its way from the cache into pinned memory,
+and as many bytes from there to the GPU. Appends to results/load.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import mmap
 import os
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,8 @@ from m3trt.runtime.tensorrt.memory import as_bytes, import_torch
 from m3trt.runtime.weights import map_weights
 
 BLOCK = 64 << 20
+READ_BLOCK, READERS = 8 << 20, 8
+"""Of the plain reads beside a load."""
 CHECKED = 1 << 20
 """Bytes at both ends of every tensor that are compared after a load."""
 
@@ -113,11 +119,41 @@ def load(path: Path, engine_path: Path, library: str) -> dict[str, Any]:
     return {"seconds": seconds, "host_bytes": memory.peak}
 
 
+def read_seconds(path: Path, buffers: memoryview, flags: int = 0) -> float:
+    """Seconds of reading the file and nothing else: large blocks, several at a time."""
+    descriptor, size = os.open(path, os.O_RDONLY | flags), path.stat().st_size
+
+    def read(reader: int) -> None:
+        buffer = buffers[reader * READ_BLOCK :][:READ_BLOCK]
+        for begin in range(reader * READ_BLOCK, size, READERS * READ_BLOCK):
+            os.preadv(descriptor, [buffer], begin)
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(READERS) as readers:
+        list(readers.map(read, range(READERS)))
+    seconds = time.monotonic() - start
+    os.close(descriptor)
+    return seconds
+
+
+def plain_read(path: Path, source: str) -> tuple[str, float]:
+    """What a load from there stands beside, and its seconds."""
+    size = READERS * READ_BLOCK
+    if source == "disk":
+        aligned = memoryview(mmap.mmap(-1, size))
+        return "O_DIRECT reads", read_seconds(path, aligned, os.O_DIRECT)
+    return "page cache to pinned memory", read_seconds(path, memoryview(pinned(size).numpy()))
+
+
+def pinned(size: int) -> Any:
+    return import_torch().empty(size, dtype=import_torch().uint8, pin_memory=True)
+
+
 def copy_rate() -> float:
     """Bytes a second that pinned memory reaches the GPU at."""
     torch = import_torch()
     size = 1 << 30
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    host = pinned(size)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
     return size / median_seconds(lambda: device.copy_(host, non_blocking=True), stream, 3)
@@ -150,7 +186,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         random_engine.build(config, BuildConfig.for_model(config), library, Path(folder))
         path = Path(folder, "rank0.safetensors")
         write_rank(path, config)
+        copies = {"pinned memory to the GPU": sum(sizes) / rate}
         for source in ("disk", "page cache"):
+            beside, reading = plain_read(path, source)
+            baselines = copies | {beside: reading}
             result = load(path, path.with_suffix(".engine"), library)
             record = {
                 "case": {"source": source, "bytes": sum(sizes), "tensors": len(sizes)},
@@ -161,13 +200,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "rate_unit": "GB/s",
                 "host_bytes": result["host_bytes"],
                 "largest_tensor_bytes": max(sizes),
-                "baselines": {},
+                "baselines": baselines,
                 "runs": 1,
             }
             append_record("load", device | record, versions)
             print(
                 f"load from {source}: {sum(sizes) / 1e9:.2f} GB in {result['seconds']:.2f} s,"
-                f" {record['rate']:.1f} GB/s (pinned copies {rate / 1e9:.1f} GB/s), host memory"
+                f" {record['rate']:.1f} GB/s (pinned copies {rate / 1e9:.1f} GB/s, {beside}"
+                f" {sum(sizes) / reading / 1e9:.1f} GB/s), host memory"
                 f" {result['host_bytes'] / 1e9:.2f} GB, largest tensor {max(sizes) / 1e9:.2f} GB"
             )
     return 0
