@@ -21,9 +21,9 @@ Piece = tuple[Any, int]
 
 logger = logging.getLogger(__name__)
 
-READERS, PIECE = 8, 8 << 20
-"""Threads that read weights, and bytes of the pinned buffer of each. One thread alone reads slower
-than a disk; pinning memory takes 0.6 ms a MB."""
+READERS, PIECE = 12, 8 << 20
+"""Threads that read weights, and bytes of the pinned buffer of each. From the page cache they reach
+38 GB/s, one thread 5; pinned copies reach 54. Pinning the mapped file itself reaches 20."""
 
 REPORT_SECONDS = 10.0
 
