@@ -51,11 +51,12 @@ def emulated_experts(weights: Mapping[str, Any], config: M3Config, ids: Any) -> 
         chosen = biased.topk(moe.top_k, dim=-1).indices
         shares = scores.gather(-1, chosen)
         shares = moe.routed_scaling_factor * shares / shares.sum(-1, keepdim=True)
-        experts = chosen.unique().tolist()
+        host = chosen.cpu()  # finding an expert's rows there does not wait for the GPU
+        experts = host.unique().tolist()
         counts.append(len(experts))
         each = moe.num_experts // config.expert_parts
         for expert in experts:
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            rows, place = (host == expert).nonzero(as_tuple=True)
             stacks = (
                 expert_stack(f"mlp.{name}", expert // each, config.expert_parts)
                 for name in ("fc", "proj")
