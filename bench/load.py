@@ -36,12 +36,10 @@ from m3trt.convert.configuration import M3Config
 from m3trt.convert.layout import rank_tensors
 from m3trt.convert.writer import TensorFile
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
-from m3trt.runtime.tensorrt.memory import as_bytes, import_torch
+from m3trt.runtime.tensorrt.memory import PIECE, READERS, as_bytes, import_torch
 from m3trt.runtime.weights import map_weights
 
 BLOCK = 64 << 20
-READ_BLOCK, READERS = 8 << 20, 8
-"""Of the plain reads beside a load."""
 CHECKED = 1 << 20
 """Bytes at both ends of every tensor that are compared after a load."""
 
@@ -120,12 +118,12 @@ def load(path: Path, engine_path: Path, library: str) -> dict[str, Any]:
 
 
 def read_seconds(path: Path, buffers: memoryview, flags: int = 0) -> float:
-    """Seconds of reading the file and nothing else: large blocks, several at a time."""
+    """Seconds of reading the file and nothing else, by as many threads as a load has."""
     descriptor, size = os.open(path, os.O_RDONLY | flags), path.stat().st_size
 
     def read(reader: int) -> None:
-        buffer = buffers[reader * READ_BLOCK :][:READ_BLOCK]
-        for begin in range(reader * READ_BLOCK, size, READERS * READ_BLOCK):
+        buffer = buffers[reader * PIECE :][:PIECE]
+        for begin in range(reader * PIECE, size, READERS * PIECE):
             os.preadv(descriptor, [buffer], begin)
 
     start = time.monotonic()
@@ -138,11 +136,12 @@ def read_seconds(path: Path, buffers: memoryview, flags: int = 0) -> float:
 
 def plain_read(path: Path, source: str) -> tuple[str, float]:
     """What a load from there stands beside, and its seconds."""
-    size = READERS * READ_BLOCK
+    size = READERS * PIECE
     if source == "disk":
         aligned = memoryview(mmap.mmap(-1, size))
         return "O_DIRECT reads", read_seconds(path, aligned, os.O_DIRECT)
-    return "page cache to pinned memory", read_seconds(path, memoryview(pinned(size).numpy()))
+    host = memoryview(pinned(size).numpy())
+    return "page cache to pinned memory", min(read_seconds(path, host) for _ in range(3))
 
 
 def pinned(size: int) -> Any:

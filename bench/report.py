@@ -37,8 +37,8 @@ NOTES = {
     " decode steps changed as well.",
     "collectives": "Sums of hidden states over o_proj or the experts (6,144 wide), gathered logits;"
     " NCCL, NVLink. Floors: the link's 450 GB/s in each direction.",
-    "load": "Host memory is what the load needs beyond the page cache. Floor: a copy from pinned"
-    " memory of as many bytes.",
+    "load": "Host memory is what the load needs beyond the page cache; the second load finds the"
+    " pinned buffers of the first. Floor: a copy from pinned memory of as many bytes.",
 }
 HEAD = """# Results
 
