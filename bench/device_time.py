@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from m3trt.runtime.tensorrt.memory import import_torch
 
@@ -17,6 +18,9 @@ COPY_BYTES = 4.2e12
 
 FLOPS = 703e12
 """bf16 matrix operations a second that it sustains, measured."""
+
+LINK_BYTES = 450e9
+"""Bytes a second that NVLink 4 carries in each direction between two GPUs, by its data sheet."""
 
 L2_BYTES = 60e6
 
@@ -68,17 +72,39 @@ def graph_of(runs: Sequence[Callable[[], Any]], stream: Any) -> Any:
     return graph
 
 
+class Kernel(NamedTuple):
+    """When a kernel ran, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
 def breakdown(run: Callable[[], Any]) -> dict[str, dict[str, float]]:
-    """Seconds and launches of each op's kernels in one `run`, the largest first."""
+    """What each op's kernels take in one `run`; see `divide`."""
     torch = import_torch()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
+    return divide(
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith(("Memcpy", "Memset", "cuda"))
+    )
+
+
+def divide(kernels: Iterable[Kernel]) -> dict[str, dict[str, float]]:
+    """Each op's `seconds`, `added_seconds` and launches, the largest first. A kernel that was
+    launched programmatically starts before those in front have ended and waits for them, so
+    `seconds` count such times twice; `added_seconds` are those behind the end of all before."""
     ops: dict[str, dict[str, float]] = {}
-    for event in profile.key_averages():
-        if event.key.startswith(("Memcpy", "Memset", "cuda")):
-            continue
-        op = ops.setdefault(op_of(event.key), {"seconds": 0.0, "launches": 0})
-        op["seconds"] += event.self_device_time_total / 1e6
-        op["launches"] += event.count
-    return dict(sorted(ops.items(), key=lambda item: -item[1]["seconds"]))
+    ended = -math.inf
+    for kernel in sorted(kernels, key=lambda kernel: kernel.end):
+        empty = {"seconds": 0.0, "added_seconds": 0.0, "launches": 0}
+        op = ops.setdefault(op_of(kernel.name), empty)
+        op["seconds"] += (kernel.end - kernel.begin) / 1e6
+        op["added_seconds"] += (kernel.end - max(kernel.begin, ended)) / 1e6
+        op["launches"] += 1
+        ended = kernel.end
+    return dict(sorted(ops.items(), key=lambda item: -item[1]["added_seconds"]))

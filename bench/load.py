@@ -3,19 +3,23 @@
 python -m m3trt.bench.load --model_config tests/data/minimax_m3_config.json
 
 Writes a file of random bytes in the shapes of one TP 8 rank with few layers, throws it out of the
-page cache, and loads it twice: from the disk, then from the cache. Appends to results/load.jsonl.
+page cache, and loads it twice: from the disk, then from the cache. Beside that, in the same run:
+plain reads of the file past the page cache (O_DIRECT), its way from the cache into pinned memory,
+and as many bytes from there to the GPU. Appends to results/load.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import mmap
 import os
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ from m3trt.convert.configuration import M3Config
 from m3trt.convert.layout import rank_tensors
 from m3trt.convert.writer import TensorFile
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
-from m3trt.runtime.tensorrt.memory import as_bytes, import_torch
+from m3trt.runtime.tensorrt.memory import PIECE, READERS, as_bytes, import_torch
 from m3trt.runtime.weights import map_weights
 
 BLOCK = 64 << 20
@@ -113,11 +117,42 @@ def load(path: Path, engine_path: Path, library: str) -> dict[str, Any]:
     return {"seconds": seconds, "host_bytes": memory.peak}
 
 
+def read_seconds(path: Path, buffers: memoryview, flags: int = 0) -> float:
+    """Seconds of reading the file and nothing else, by as many threads as a load has."""
+    descriptor, size = os.open(path, os.O_RDONLY | flags), path.stat().st_size
+
+    def read(reader: int) -> None:
+        buffer = buffers[reader * PIECE :][:PIECE]
+        for begin in range(reader * PIECE, size, READERS * PIECE):
+            os.preadv(descriptor, [buffer], begin)
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(READERS) as readers:
+        list(readers.map(read, range(READERS)))
+    seconds = time.monotonic() - start
+    os.close(descriptor)
+    return seconds
+
+
+def plain_read(path: Path, source: str) -> tuple[str, float]:
+    """What a load from there stands beside, and its seconds."""
+    size = READERS * PIECE
+    if source == "disk":
+        aligned = memoryview(mmap.mmap(-1, size))
+        return "O_DIRECT reads", read_seconds(path, aligned, os.O_DIRECT)
+    host = memoryview(pinned(size).numpy())
+    return "page cache to pinned memory", min(read_seconds(path, host) for _ in range(3))
+
+
+def pinned(size: int) -> Any:
+    return import_torch().empty(size, dtype=import_torch().uint8, pin_memory=True)
+
+
 def copy_rate() -> float:
     """Bytes a second that pinned memory reaches the GPU at."""
     torch = import_torch()
     size = 1 << 30
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    host = pinned(size)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
     return size / median_seconds(lambda: device.copy_(host, non_blocking=True), stream, 3)
@@ -150,7 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         random_engine.build(config, BuildConfig.for_model(config), library, Path(folder))
         path = Path(folder, "rank0.safetensors")
         write_rank(path, config)
+        copies = {"pinned memory to the GPU": sum(sizes) / rate}
         for source in ("disk", "page cache"):
+            beside, reading = plain_read(path, source)
+            baselines = copies | {beside: reading}
             result = load(path, path.with_suffix(".engine"), library)
             record = {
                 "case": {"source": source, "bytes": sum(sizes), "tensors": len(sizes)},
@@ -161,13 +199,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "rate_unit": "GB/s",
                 "host_bytes": result["host_bytes"],
                 "largest_tensor_bytes": max(sizes),
-                "baselines": {},
+                "baselines": baselines,
                 "runs": 1,
             }
             append_record("load", device | record, versions)
             print(
                 f"load from {source}: {sum(sizes) / 1e9:.2f} GB in {result['seconds']:.2f} s,"
-                f" {record['rate']:.1f} GB/s (pinned copies {rate / 1e9:.1f} GB/s), host memory"
+                f" {record['rate']:.1f} GB/s (pinned copies {rate / 1e9:.1f} GB/s, {beside}"
+                f" {sum(sizes) / reading / 1e9:.1f} GB/s), host memory"
                 f" {result['host_bytes'] / 1e9:.2f} GB, largest tensor {max(sizes) / 1e9:.2f} GB"
             )
     return 0

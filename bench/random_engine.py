@@ -27,6 +27,9 @@ from m3trt.runtime.tensorrt.device_engine import DeviceEngine
 from m3trt.runtime.tensorrt.memory import import_torch
 from m3trt.runtime.tensorrt.step_context import Binding
 
+ROUTER_BIAS = 0.001
+"""Standard deviation of the experts' selection biases, the only biases of the text model."""
+
 COLLECTIVES = ("M3AllReduce", "M3AllGather")
 
 
@@ -114,17 +117,20 @@ def load(
 
 
 def fill(name: str, memory: Any) -> Any:
-    """Random values for a tensor, always the same for its name: norms around 1, biases near 0,
-    products of variance 1."""
-    generator = import_torch().Generator("cuda").manual_seed(zlib.crc32(name.encode()))
+    """Random values for a tensor, always the same for its name: norms around 1, products of
+    variance 1. Tokens choose experts as at random: where the best of 128 scores lie, the sigmoid's
+    slope is 0.1, so a router bias of 0.1 would count for as much as the logits; and rows of what
+    follows a SwiGLU have no sum, since its mean would add to all tokens the same."""
+    generator = import_torch().Generator(memory.device).manual_seed(zlib.crc32(name.encode()))
     if "cache" in name:
         return memory.normal_(generator=generator)
     if name.endswith("norm.weight") or name.endswith("ln_f.weight"):
         return memory.normal_(1.0, 0.1, generator=generator)
     if name.endswith("bias"):
-        return memory.normal_(0.0, 0.1, generator=generator)
+        return memory.normal_(0.0, ROUTER_BIAS, generator=generator)
     scale = 1.0 if "embedding" in name else memory.shape[-1] ** -0.5
-    return memory.normal_(0.0, scale, generator=generator)
+    memory.normal_(0.0, scale, generator=generator)
+    return memory.sub_(memory.mean(-1, keepdim=True)) if ".proj." in name else memory
 
 
 def rank_weight(name: str, kind: Any, config: M3Config, whole: M3Config, rank: int) -> Any:

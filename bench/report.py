@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from m3trt.bench import msa_report, summary
+from m3trt.bench import msa_report, step_report, summary
 from m3trt.bench.records import RESULTS, Record, duration, load, load_all, wrapped
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -37,7 +37,8 @@ NOTES = {
     " decode steps changed as well.",
     "collectives": "Sums of hidden states over o_proj or the experts (6,144 wide), gathered logits;"
     " NCCL, NVLink. Floors: the link's 450 GB/s in each direction.",
-    "load": "Host memory beyond the page cache: see `host_bytes` and `largest_tensor_bytes`.",
+    "load": "Host memory is what the load needs beyond the page cache; the second load finds the"
+    " pinned buffers of the first. Floor: a copy from pinned memory of as many bytes.",
 }
 HEAD = """# Results
 
@@ -50,8 +51,12 @@ figure means and how it was measured: [../README.md](../README.md).
 * Not in these tables: `build` and `convert` (the main README has them), `load_test` (soaks).
 * Floors are the least time at 4.69 TB/s and 703 TFLOP/s. Some cases are below theirs: bursts of
   products run faster than 703 TFLOP/s, clustered selections share blocks that the floor counts once
-  a row, and decode steps of random weights need fewer experts than the floor expects.
+  a row, and steps whose tokens agree read fewer experts (said where it is so).
 """
+
+
+SIZES = {"host memory": "host_bytes", "largest tensor": "largest_tensor_bytes"}
+"""Fields of a record that are numbers of bytes, by their columns."""
 
 
 def table(title: str, records: Sequence[Record]) -> str:
@@ -66,11 +71,12 @@ def table(title: str, records: Sequence[Record]) -> str:
         case = [_named(k, v) for k, v in record["case"].items() if k not in shared]
         time = duration(record.get("seconds")) if "error" not in record else record["error"]
         cells = [", ".join(case), time, duration(record.get("floor_seconds")), _rate(record)]
+        cells += [f"{record[of] / 1e9:.3g} GB" if of in record else "-" for of in SIZES.values()]
         cells += [_baselines(record), record["commit"] if len(commits) > 1 else "-"]
         rows.append(cells)
     above = "; ".join([device, *([common] if common else [])])
     above += f"; commit {commits[0]}" if len(commits) == 1 else ""
-    titles = ("case", "time", "floor", "rate", "beside it", "commit")
+    titles = ("case", "time", "floor", "rate", *SIZES, "beside it", "commit")
     return f"### {title}\n\n{above}\n\n{msa_report.markdown(titles, rows)}"
 
 
@@ -104,7 +110,7 @@ def order(record: Record) -> tuple[Any, ...]:
     """By what runs, then from short to long."""
     case = record["case"]
     names = ("tp_size", "context", "prefix", "batch", "new", "m", "rows")
-    kind = (case.get("model") == "rank", "prefix" in case, str(case.get("step", "")))
+    kind = (case.get("model") == "rank", "bench" in case, "prefix" in case, case.get("step", ""))
     heads = (-case.get("q_heads", 0), -case.get("index_heads", 0))
     what = str(case.get("op", case.get("projection", "")))
     small = (what, str(case.get("dtype", "")), case.get("q_len", 1))
@@ -132,11 +138,16 @@ def full(results: Path = RESULTS) -> str:
     parts = [HEAD + read_back(results), *msa]
     slices = summary.eras(load_all("slice", results))
     for bench, title in SECTIONS.items():
-        records = sorted(summary.steps(load(bench, results)), key=order)
+        newest = load(bench, results)
+        records = sorted(summary.steps(newest), key=order)
         if records:
             note = NOTES.get(bench, "")
-            note += f" {summary.rank_sentence(slices)}" if bench == "slice" else ""
+            if bench == "slice":
+                sentences = (note, summary.rank_sentence(slices), summary.routing_sentence(newest))
+                note = " ".join(filter(None, sentences))
             parts.append(table(title, records) + (f"\n{wrapped(note)}" if note else ""))
+        if bench == "slice":
+            parts += filter(None, (step_report.breakdowns(records), step_report.engines(newest)))
     if before := [record for record in slices.plain if record["case"]["model"] == "slice"]:
         title = "Whole steps of the slice with the plain MSA kernels"
         parts.append(table(title, sorted(before, key=order)))

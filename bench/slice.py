@@ -24,9 +24,10 @@ import ml_dtypes
 import numpy as np
 from m3trt.bench import random_engine
 from m3trt.bench.device_time import breakdown, median_seconds
-from m3trt.bench.floors import step_floors
+from m3trt.bench.floors import floor_fields, step_floors
 from m3trt.bench.needs import require_gpus
 from m3trt.bench.records import append_record, gpu
+from m3trt.bench.routing import MOST_TOKENS, emulated_experts, expected_experts
 from m3trt.build import tensors
 from m3trt.build.configuration import BuildConfig
 from m3trt.build.library import describe, resolve_runtime
@@ -190,7 +191,7 @@ def run_cases(kind: str, config: M3Config, case_limit: float, limit: float) -> i
 
     def record(case: dict[str, Any], result: dict[str, Any]) -> None:
         append_record("slice", device | {"case": common | case} | result, versions)
-        shown = {k: v for k, v in result.items() if k not in ("ops", "floors")}
+        shown = {k: v for k, v in result.items() if k not in ("ops", "floors", "work")}
         print(json.dumps(case | shown), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -227,8 +228,8 @@ def run_cases(kind: str, config: M3Config, case_limit: float, limit: float) -> i
         else:
             result = attempt(engine, inputs, case, case_limit)
         if "error" not in result:
-            floors = step_floors(config, case.requests, case.context, case.new)
-            result |= {"floor_seconds": sum(floors.values()), "floors": floors}
+            result |= floor_fields(step_floors(config, case.requests, case.context, case.new))
+            result |= routing_fields(engine, inputs, config)
         failed += "error" in result
         record(name, result)
     engine.close()
@@ -241,6 +242,18 @@ def attempt(engine: DeviceEngine, inputs: StepInputs, case: Case, limit: float) 
         return (generate if case.generate else measure)(engine, inputs, case, limit)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def routing_fields(engine: DeviceEngine, inputs: StepInputs, config: M3Config) -> dict[str, Any]:
+    """Of a step's record: distinct experts a layer of a short step, those that its floor expects
+    and those that its tokens choose."""
+    fields: dict[str, Any] = {"router_bias": random_engine.ROUTER_BIAS}
+    if inputs.input_ids.size > MOST_TOKENS:
+        return fields
+    weights = {name: binding.memory for name, binding in engine._bound.items()}
+    expected = expected_experts(config, inputs.input_ids.size)
+    emulated = emulated_experts(weights, config, inputs.input_ids)
+    return fields | {"experts": {"expected": expected, "emulated": emulated}}
 
 
 def page_count(config: M3Config, limits: BuildConfig, cases: Sequence[Case], free: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from m3trt.bench import msa_report
+from m3trt.bench import msa_report, step_report
 from m3trt.bench.records import RESULTS, Record, duration, load, load_all, tokens, wrapped
 
 PLAIN_MSA = "39bafd6b8bbe"
@@ -22,6 +22,18 @@ VLLM_MOE = "vllm fused_moe_kernel, GEMMs alone"
 def steps(records: Iterable[Record]) -> list[Record]:
     """Without what is no step of the model: building and loading a slice."""
     return [record for record in records if record["case"].get("step") not in ("build", "load")]
+
+
+def routing_sentence(records: Iterable[Record]) -> str:
+    """Which steps read fewer experts than random routing needs."""
+    herded = sorted({r["commit"] for r in steps(records) if "router_bias" not in r})
+    if not herded:
+        return ""
+    return (
+        f"Steps of {', '.join(herded)} ran with router biases of 0.1 instead of 0.001, which made"
+        " tokens agree: of 29, 82 and 126 experts that 8, 32 and 128 tokens need at random they"
+        " read some 22, 48 and 68, so that later steps do more work."
+    )
 
 
 def find(records: Iterable[Record], **wanted: object) -> Record | None:
@@ -196,35 +208,44 @@ def _arrow(parts: Iterable[Iterable[Record]], **wanted: object) -> str:
 
 def two_gpus_sentence(records: Sequence[Record]) -> str:
     """The slice on one GPU and on two, both as they were at one commit."""
-    both = find(records, model="slice", tp_size=2)
+    both = find(records, model="slice", tp_size=2, bench="tensor_parallel")
     if both is None:
         return ""
     same = [record for record in records if record["commit"] == both["commit"]]
     sizes = [[r for r in same if r["case"]["tp_size"] == size] for size in (1, 2)]
-    wanted = {"model": "slice", "step": "decode", "context": 61440}
+    wanted = {"bench": "tensor_parallel", "step": "decode", "context": 61440}
     decode = ", ".join(_arrow(sizes, **wanted, batch=batch) for batch in BATCHES)
     return (
         f"**One GPU → two** (TP 2, NVLink, {both['commit']}): decode of the slice on 60k at batch"
         f" {', '.join(map(str, BATCHES))}: {decode}; prefill of 8k"
-        f" {_arrow(sizes, model='slice', step='prefill', context=0)}."
+        f" {_arrow(sizes, bench='tensor_parallel', step='prefill', context=0)}."
     )
 
 
 def steps_sentence(found: Eras) -> str:
     """The slice before and after the MSA kernels."""
-    one, parts = {"model": "slice", "tp_size": 1}, (found.plain, found.now)
-    long = one | {"step": "decode", "context": 131072}
-    many = one | {"step": "decode", "context": 8192, "batch": 128}
+    parts = [step_report.alone(part, "slice") for part in (found.plain, found.now)]
+    long = {"step": "decode", "context": 131072}
+    many = {"step": "decode", "context": 8192, "batch": 128}
     at = found.exchanged[0]["commit"] if found.exchanged else None
-    same = [record for record in found.now if record["commit"] == at]
+    same = [record for record in parts[1] if record["commit"] == at]
     decode = ", ".join(_arrow(parts, **long, batch=batch) for batch in BATCHES)
     return (
         f"**Whole steps** of one dense and five sparse layers at TP 1, {PLAIN_MSA} (plain MSA"
-        f" kernels) → {found.now[0]['commit'] if found.now else 'none'}. Decode on 128k at batch"
+        f" kernels) → {parts[1][0]['commit'] if parts[1] else 'none'}. Decode on 128k at batch"
         f" {', '.join(map(str, BATCHES))}: {decode}; prefill of 8k"
-        f" {_arrow(parts, **one, step='prefill', context=0)}. Batch 128 on 8k, with nothing but"
+        f" {_arrow(parts, step='prefill', context=0)}. Batch 128 on 8k, with nothing but"
         f" the MSA kernels exchanged, at {at}: {_arrow((found.exchanged, same), **many)}."
-    )
+        f" {herded_before(parts)}"
+    ).rstrip()
+
+
+def herded_before(parts: Sequence[Sequence[Record]]) -> str:
+    """Whether the steps on the left of an arrow did less work than those on its right."""
+    before, now = (any("router_bias" in record for record in part) for part in parts)
+    if before or not now:
+        return ""
+    return "On the left tokens agreed on fewer experts ([why](bench/README.md)): less work."
 
 
 def rank_steps_sentence(found: Eras, collectives: Sequence[Record]) -> str:
@@ -240,13 +261,21 @@ def rank_steps_sentence(found: Eras, collectives: Sequence[Record]) -> str:
     )
     if done := find(found.now, **rank, step="generate"):
         text += f" {done['tokens']} tokens one after another: {duration(done['seconds'])} each."
-    if reduced := find(collectives, op="all_reduce", rows=1):
-        added = 2 * LAYERS * reduced["estimates"]["tp 8"]
-        text += (
-            f" Not measured: {2 * LAYERS} all-reduces of a token among eight GPUs, by the time of"
-            f" two as a ring {duration(added)}."
-        )
-    return f"{text} {rank_sentence(found)}".rstrip()
+    sentences = (text, all_reduces_sentence(collectives), rank_sentence(found))
+    return " ".join(filter(None, sentences))
+
+
+def all_reduces_sentence(collectives: Sequence[Record]) -> str:
+    """What they would add to a step of the rank. A chunk's are those of half as many rows, twice:
+    so many rows are all bytes."""
+    found = [find(collectives, op="all_reduce", rows=rows) for rows in (*BATCHES, 8192)]
+    each = [2 * LAYERS * record["estimates"]["tp 8"] for record in found if record]
+    if len(each) < len(found):
+        return ""
+    return (
+        f"Not measured: {2 * LAYERS} all-reduces among eight GPUs, by the time of two as a ring"
+        f" {', '.join(map(duration, each[:-1]))} and, of the chunk, {duration(2 * each[-1])}."
+    )
 
 
 def section(results: Path = RESULTS) -> str:

@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 from m3trt.bench import random_engine
-from m3trt.bench.device_time import breakdown, graph_of, median_seconds
-from m3trt.bench.floors import step_floors
+from m3trt.bench.device_time import LINK_BYTES, breakdown, graph_of, median_seconds
+from m3trt.bench.floors import floor_fields, step_floors
 from m3trt.bench.needs import require_gpus
 from m3trt.bench.ranks import run_ranks
 from m3trt.bench.records import append_record, gpu
@@ -42,12 +42,9 @@ CASES = (
     Case(1, 0, new=8192),
 )
 ROWS = (1, 8, 32, 128, 1024, 8192)
-REPLAYS = 20
+REPLAYS, EAGER_RUNS = 20, 3
 CALLS = 40
 """Collectives in a row in the graph that times them."""
-
-LINK_BYTES = 450e9
-"""Bytes a second that NVLink 4 carries in each direction between two GPUs, by its data sheet."""
 
 LAUNCH_SECONDS = 0.85e-6
 """What an empty kernel of a graph takes."""
@@ -91,15 +88,21 @@ def run_case(engine: DeviceEngine, group: Group, case: Case) -> dict[str, Any]:
     feeds = step_arrays(inputs)
     eager = engine.run(feeds, tensors.LOGITS)
     if case.new > 1:
-        seconds = median_seconds(lambda: engine.run(feeds, tensors.LOGITS), engine.stream, 3)
-        ops = breakdown(lambda: engine.run(feeds, tensors.LOGITS))
-        return {"logits": eager, "seconds": seconds, "captured": False, "ops": ops}
+        run: Callable[[], Any] = lambda: engine.run(feeds, tensors.LOGITS)  # noqa: E731
+        return {
+            "logits": eager,
+            "seconds": median_seconds(run, engine.stream, EAGER_RUNS),
+            "runs": EAGER_RUNS,
+            "captured": False,
+            "ops": breakdown(run),
+        }
     first, again = (engine.run_captured(feeds, tensors.LOGITS) for _ in range(2))
     graph = engine.captured(feeds).graph
     return {
         "logits": eager,
         "same_bits": eager.tobytes() == first.tobytes() == again.tobytes(),
         "seconds": median_seconds(graph.replay, engine.stream, REPLAYS),
+        "runs": REPLAYS,
         "captured": True,
         "ops": breakdown(graph.replay),
     }
@@ -209,14 +212,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if size > 1:
                 result |= likeness(logits[0], alone)
                 result["ranks_agree"] = all(x.tobytes() == logits[0].tobytes() for x in logits)
-            floors = step_floors(config, case.requests, case.context, case.new)
-            result |= {"floor_seconds": sum(floors.values()), "floors": floors}
+            floors = step_floors(config, case.requests, case.context, case.new, collectives=True)
+            result |= floor_fields(floors) | {"router_bias": random_engine.ROUTER_BIAS}
             failed |= not (result.get("same_bits", True) and result.get("ranks_agree", True))
             name = {"model": "slice", "layers": whole.num_hidden_layers, "tp_size": size}
             name |= {"dtype": whole.dtype, "step": case.name, "batch": case.requests}
             name |= {"context": case.context, "new": case.new, "shared_pages": False}
-            append_record("slice", device | {"case": name, "runs": REPLAYS} | result, versions)
-            print(json.dumps(name | {k: v for k, v in result.items() if k != "floors"}), flush=True)
+            name |= {"bench": "tensor_parallel"}
+            append_record("slice", device | {"case": name} | result, versions)
+            shown = {k: v for k, v in result.items() if k not in ("floors", "work")}
+            print(json.dumps(name | shown), flush=True)
     collectives = answers[args.tp_size][-1][0]
     for result in collectives:
         record_collective(result, collectives, args.tp_size, device, versions)

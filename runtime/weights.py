@@ -1,4 +1,4 @@
-"""Maps a safetensors file: every tensor is a read-only view of the file, nothing is copied."""
+"""Finds, checks and maps the tensors of a safetensors file; nothing is copied."""
 
 from __future__ import annotations
 
@@ -12,11 +12,28 @@ import numpy as np
 import numpy.typing as npt
 from m3trt.convert.dtypes import NUMPY_DTYPES
 from m3trt.convert.errors import ConvertError
-from m3trt.convert.reader import read_header
+from m3trt.convert.reader import StoredTensor, read_header
 
 
 class WeightFileError(ValueError):
     """A weight file is missing or damaged, or does not hold what the engine needs."""
+
+
+def find_weights(path: Path) -> dict[str, StoredTensor]:
+    """Where the tensors of `path` lie, by name, in file order.
+
+    Raises:
+        WeightFileError: the file is missing, truncated or corrupt; names the file and the tensor.
+    """
+    try:
+        stored = read_header(path)
+    except FileNotFoundError:
+        raise WeightFileError(
+            f"{path} does not exist: run m3trt.convert, or repair the link to its checkpoint"
+        ) from None
+    except ConvertError as error:
+        raise WeightFileError(str(error)) from error
+    return {x.name: x for x in sorted(stored.values(), key=lambda tensor: tensor.offset)}
 
 
 def map_weights(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -27,27 +44,20 @@ def map_weights(path: Path) -> dict[str, npt.NDArray[Any]]:
     Raises:
         WeightFileError: the file is missing, truncated or corrupt; names the file and the tensor.
     """
-    try:
-        stored = read_header(path)
-        with path.open("rb") as file:
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise WeightFileError(
-            f"{path} does not exist: run m3trt.convert, or repair the link to its checkpoint"
-        ) from None
-    except ConvertError as error:
-        raise WeightFileError(str(error)) from error
+    stored = find_weights(path)
+    with path.open("rb") as file:
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return {
-        tensor.name: np.frombuffer(
+        name: np.frombuffer(
             buffer, NUMPY_DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset
         ).reshape(tensor.shape)
-        for tensor in sorted(stored.values(), key=lambda tensor: tensor.offset)
+        for name, tensor in stored.items()
     }
 
 
 def match_weights(
     path: Path,
-    found: Mapping[str, npt.NDArray[Any]],
+    found: Mapping[str, StoredTensor],
     expected: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]],
 ) -> None:
     """Check that a file holds exactly the expected tensors (name -> dtype, shape).
@@ -59,11 +69,9 @@ def match_weights(
     problems += [f"unexpected {name}" for name in found.keys() - expected.keys()]
     for name in expected.keys() & found.keys():
         dtype, shape = expected[name]
-        array = found[name]
-        if array.dtype != dtype or array.shape != shape:
-            problems.append(
-                f"{name} is {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}"
-            )
+        own, sizes = np.dtype(NUMPY_DTYPES[found[name].dtype]), found[name].shape
+        if own != dtype or sizes != shape:
+            problems.append(f"{name} is {own} {list(sizes)}, expected {dtype} {list(shape)}")
     if problems:
         raise WeightFileError(
             f"{path} does not fit the engine: {'; '.join(sorted(problems))}."

@@ -22,7 +22,7 @@ from m3trt.runtime.reference.embedding import M3Embedding
 from m3trt.runtime.reference.gemm import M3Gemm
 from m3trt.runtime.reference.moe import M3MoE
 from m3trt.runtime.reference.numerics import Array
-from m3trt.runtime.weights import map_weights, match_weights
+from m3trt.runtime.weights import find_weights, map_weights, match_weights
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
@@ -75,9 +75,8 @@ class Program:
             for name, kind in self.inputs.items()
             if is_weight(name)
         }
-        weights = map_weights(path)
-        match_weights(path, weights, expected)
-        self._bound |= weights
+        match_weights(path, find_weights(path), expected)
+        self._bound |= map_weights(path)
 
     def run(self, output: str, feeds: dict[str, Array]) -> Array:
         """Execute the whole graph and return one of its outputs."""

@@ -12,7 +12,7 @@ from m3trt.build.library import import_library, load_plugins
 from m3trt.build.separate_inputs import original
 from m3trt.build.tensors import is_weight
 from m3trt.runtime.bindings import check_size
-from m3trt.runtime.tensorrt.memory import Uploader, import_torch
+from m3trt.runtime.tensorrt.memory import import_torch, upload
 from m3trt.runtime.tensorrt.step_context import (
     DTYPES,
     Binding,
@@ -21,7 +21,7 @@ from m3trt.runtime.tensorrt.step_context import (
     Shapes,
     StepContext,
 )
-from m3trt.runtime.weights import map_weights, match_weights
+from m3trt.runtime.weights import find_weights, match_weights
 
 
 class DeviceEngine:
@@ -105,14 +105,14 @@ class DeviceEngine:
             ValueError: a tensor is larger than TensorRT takes.
         """
         torch = import_torch()
-        weights = map_weights(path)
+        weights = find_weights(path)
         expected = {name: kind for name, kind in self.inputs.items() if is_weight(name)}
         match_weights(path, weights, expected)
-        uploader = Uploader(sum(array.nbytes for array in weights.values()))
+        stored = list(weights.values())
         with torch.cuda.stream(self.stream):
-            for name, array in weights.items():
-                self.bind(name, Binding(array.shape, uploader.upload(array)))
-            uploader.finish()
+            uploaded = upload(path, stored)
+        for tensor, memory in zip(stored, uploaded, strict=True):
+            self.bind(tensor.name, Binding(tensor.shape, memory))
 
     def bind_zeros(self, name: str, shape: tuple[int, ...], output: str) -> None:
         """Allocate a cache of zeros for input `name` and for the output that aliases it.

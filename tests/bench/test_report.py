@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from m3trt.bench import msa_report, records, report, summary
+from m3trt.bench import msa_report, records, report, step_report, summary
 
 pytestmark = pytest.mark.smoke
 
@@ -44,6 +44,10 @@ def test_the_readme_has_what_a_newcomer_needs() -> None:
 
 def test_every_record_has_a_row() -> None:
     text = report.full()
+    records_of_steps = sorted(records.load("slice"), key=report.order)
+    for more in (step_report.breakdowns(records_of_steps), step_report.engines(records_of_steps)):
+        assert more in text
+        text = text.replace(more, "")
     benches = (*msa_report.TITLES, *report.SECTIONS)
     cases = [r["case"] for bench in benches for r in summary.steps(records.load(bench))]
     plain = [r for r in records.load_all("slice") if r["commit"] == summary.PLAIN_MSA]
@@ -114,3 +118,62 @@ def test_attention_alone_beside_vllm() -> None:
     assert "random selections 8k on 0 1.5 ms (2.00x); clustered selections" in text
     assert text.endswith("8k on 0 1 ms (3.00x).")
     assert summary.attention_sentence([record("random", 1.5e-3)]) == ""  # vLLM did not run
+
+
+def step(batch: int, seconds: float = 1e-3, **more: object) -> records.Record:
+    case = {"model": "slice", "tp_size": 1, "step": "decode", "batch": batch, "context": 131072}
+    ops = {"MoE": {"seconds": 9e-4, "launches": 1}, "TensorRT": {"seconds": 1e-4, "launches": 1}}
+    common = {"commit": "abc", "device": "GPU", "floor_seconds": 5e-4, "floors": {"MoE": 5e-4}}
+    record: records.Record = common | {"case": case, "seconds": seconds, "ops": ops}
+    return record | more
+
+
+def test_each_op_has_its_share_rate_and_floor() -> None:
+    added = {"MoE": {"seconds": 9e-4, "added_seconds": 6e-4, "launches": 1}}
+    work = {"MoE": {"amount": 2.4e9, "unit": "bytes"}}
+    experts = {"expected": 28.7, "emulated": 28.4}
+    text = step_report.breakdowns([step(1), step(8, ops=added, work=work, experts=experts)])
+    assert "| MoE | 900 us (90.0%), floor 500 us | 600 us (100.0%), 4 TB/s, floor 500 us |" in text
+    assert "| TensorRT | 100 us (10.0%) | - |" in text
+    assert "| **step** | 1 ms, floor 500 us | 1 ms, floor 500 us |" in text
+    assert "| distinct experts a layer | - | 28.4, at random 28.7 |" in text
+    assert "(programmatic launch)" in text
+    assert "plain sums (abc)" in " ".join(text.split())
+    assert step_report.breakdowns([]) == ""
+
+
+def test_the_slice_of_a_run_on_two_gpus_does_not_replace_the_slice() -> None:
+    other = step(1, 2e-3)
+    other["case"] = other["case"] | {"bench": "tensor_parallel"}
+    assert step_report.alone([other, step(1)], "slice") == [step(1)]
+    for each in ("39bafd6b8bbe", "46f115619619"):
+        found = [r for r in records.load_all("slice") if r["commit"] == each]
+        assert all(
+            ("host_seconds" in r) != (r["case"].get("bench") == "tensor_parallel")
+            for r in summary.steps(found)
+            if r["case"]["step"] != "generate"
+        )
+
+
+def test_steps_that_read_fewer_experts_are_named() -> None:
+    assert "Steps of abc ran with router biases of 0.1" in summary.routing_sentence([step(1)])
+    assert summary.routing_sentence([step(1, router_bias=0.001)]) == ""
+    assert "less work" in summary.herded_before([[step(1)], [step(1, router_bias=0.001)]])
+    assert summary.herded_before([[step(1)], [step(1)]]) == ""
+
+
+def test_host_memory_of_a_load_has_a_column() -> None:
+    load = {"case": {"source": "disk"}, "seconds": 2.0, "host_bytes": 134e6, "device": "GPU"}
+    text = report.table("Load", [load | {"commit": "abc", "largest_tensor_bytes": 2.46e9}])
+    assert "| 0.134 GB | 2.46 GB |" in text
+
+
+def test_all_reduces_of_every_step_of_the_rank_are_estimated() -> None:
+    def reduced(rows: int, seconds: float) -> records.Record:
+        case = {"op": "all_reduce", "rows": rows}
+        return {"case": case, "seconds": 1.0, "estimates": {"tp 8": seconds}}
+
+    found = [reduced(rows, rows * 1e-6) for rows in (1, 8, 32, 8192)]
+    text = summary.all_reduces_sentence(found)
+    assert text.endswith("as a ring 120 us, 960 us, 3.84 ms and, of the chunk, 1.97 s.")
+    assert summary.all_reduces_sentence(found[:3]) == ""

@@ -9,12 +9,14 @@ import numpy as np
 import onnx
 import pytest
 from m3trt.bench import random_engine
-from m3trt.bench.device_time import op_of
-from m3trt.bench.floors import step_floors
+from m3trt.bench.device_time import Kernel, divide, op_of
+from m3trt.bench.floors import floor_fields, step_floors
 from m3trt.bench.gemm import projections
+from m3trt.bench.routing import emulated_experts, expected_experts
 from m3trt.bench.slice import CASES, Case, model, page_count, step_inputs
 from m3trt.build.configuration import BuildConfig
 from m3trt.build.network import build_text_network
+from m3trt.convert.layout import rank_tensors
 
 pytestmark = pytest.mark.smoke
 
@@ -63,6 +65,35 @@ def test_steps_fit_the_engine(kind):
         assert inputs.position_ids[-1] == case.context + case.new - 1
 
 
+@pytest.fixture(scope="module")
+def narrow():
+    """The slice with a twentieth of every width and all experts, and its random weights."""
+    torch = pytest.importorskip("torch")
+    config = model("slice", MODEL)
+    moe = dataclasses.replace(config.moe, intermediate_size=160, shared_intermediate_size=160)
+    sizes = {"hidden_size": 320, "intermediate_size": 640, "vocab_size": 1024}
+    config = dataclasses.replace(config, moe=moe, dtype="float32", **sizes)
+    specs = rank_tensors(config)
+    fill = random_engine.fill
+    return config, {name: fill(name, torch.empty(spec.shape)) for name, spec in specs.items()}
+
+
+@pytest.mark.parametrize("tokens", [8, 32])
+def test_tokens_choose_experts_as_at_random(narrow, tokens):
+    config, weights = narrow
+    expected, ids = expected_experts(config, tokens), np.arange(tokens)
+    assert emulated_experts(weights, config, ids) == pytest.approx(expected, rel=0.04)
+    biased = {n: w * 100 if n.endswith("correction_bias") else w for n, w in weights.items()}
+    assert emulated_experts(biased, config, ids) < 0.8 * expected, "biases of 0.1 herd them"
+
+
+def test_a_swiglu_adds_nothing_that_all_tokens_share(narrow):
+    _, weights = narrow
+    projections = [weight for name, weight in weights.items() if ".proj." in name]
+    assert len(projections) == 1 + 5 * 2
+    assert all(weight.sum(-1).abs().max() < 1e-4 for weight in projections)
+
+
 def test_pages_share_the_memory():
     config = model("rank", MODEL)
     limits = BuildConfig.for_model(config)
@@ -73,14 +104,30 @@ def test_pages_share_the_memory():
 
 def test_floors_of_one_decode_step():
     floors = step_floors(model("slice", MODEL), requests=1, context=131071, new=1)
-    assert floors["PagedAttention"] == pytest.approx(131072 * 2 * 4 * 128 * 2 / 4.69e12)
-    assert floors["BlockSelect"] == pytest.approx(5 * 131072 * 128 * 2 / 4.69e12)
-    assert floors["SparseAttention"] == pytest.approx(5 * 2048 * 2 * 4 * 128 * 2 / 4.69e12)
+    assert floors["PagedAttention"].seconds == pytest.approx(131072 * 2 * 4 * 128 * 2 / 4.69e12)
+    assert floors["BlockSelect"].seconds == pytest.approx(5 * 131072 * 128 * 2 / 4.69e12)
+    assert floors["SparseAttention"].seconds == pytest.approx(5 * 2048 * 2 * 4 * 128 * 2 / 4.69e12)
     expert = 3 * 3072 * 6144 * 2
-    assert floors["MoE"] == pytest.approx(5 * (5 * expert + 128 * 6144 * 4) / 4.69e12)
+    assert floors["MoE"].seconds == pytest.approx(5 * (5 * expert + 128 * 6144 * 4) / 4.69e12)
     prefill = step_floors(model("slice", MODEL), requests=1, context=0, new=8192)
-    assert prefill["MoE"] > 5 * 8192 * 5 * 3 * 2 * 3072 * 6144 / 703e12
-    assert np.isfinite(list(prefill.values())).all()
+    assert prefill["MoE"].amount > 5 * 8192 * 5 * 3 * 2 * 3072 * 6144
+    assert prefill["MoE"].unit == "flops"
+    heads = 6 * (64 + 2 * 4) + 5 * (4 + 1)
+    assert prefill["CacheUpdate"].seconds == pytest.approx(2 * 8192 * heads * 128 * 2 / 4.2e12)
+    fields = floor_fields(prefill)
+    assert np.isfinite(list(fields["floors"].values())).all()
+    assert fields["floor_seconds"] == pytest.approx(sum(fields["floors"].values()))
+    assert fields["work"]["MoE"] == {"amount": prefill["MoE"].amount, "unit": "flops"}
+
+
+def test_floors_of_collectives():
+    config = dataclasses.replace(model("slice", MODEL), tp_size=2)
+    floors = step_floors(config, requests=8, context=1024, new=1, collectives=True)
+    assert floors["AllReduce"].seconds == pytest.approx(6 * 2 * 8 * 6144 * 2 / 450e9)
+    assert floors["AllGather"].seconds == pytest.approx(8 * 200064 * 4 / 2 / 450e9)
+    assert "AllReduce" not in step_floors(config, requests=8, context=1024, new=1)
+    alone = dataclasses.replace(config, tp_size=1)
+    assert "AllReduce" not in step_floors(alone, 8, 1024, 1, collectives=True)
 
 
 def test_kernels_belong_to_ops():
@@ -96,6 +143,18 @@ def test_kernels_belong_to_ops():
     assert op_of("m3::kernels::fill_kernel(InvertParams, InvertedBlocks, int)") == "SparseAttention"
     assert op_of("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT") == "Gemm"
     assert op_of("__myl_CasMulMeaAddSqr") == "TensorRT"
+
+
+def test_what_a_kernel_waits_for_is_not_counted_twice():
+    norm, gemm = "m3::add_rms_norm", "nvjet_tst"
+    kernels = [Kernel(gemm, 9, 30), Kernel(norm, 0, 10), Kernel(norm, 5, 34), Kernel("x", 40, 41)]
+    found = divide(kernels)
+    assert list(found) == ["Gemm", "AddRmsNorm", "TensorRT"]
+    assert found["AddRmsNorm"] == pytest.approx(
+        {"seconds": 39e-6, "added_seconds": 14e-6, "launches": 2}
+    )
+    assert found["Gemm"] == pytest.approx({"seconds": 21e-6, "added_seconds": 2e-5, "launches": 1})
+    assert sum(op["added_seconds"] for op in found.values()) == pytest.approx(35e-6)
 
 
 def test_every_projection_is_measured():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from m3trt.runtime.weights import WeightFileError, map_weights, match_weights
+from m3trt.runtime.weights import WeightFileError, find_weights, map_weights, match_weights
 from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.smoke
@@ -54,11 +54,13 @@ def test_a_broken_link_names_the_next_step(tmp_path):
 
 def test_every_difference_is_listed(tmp_path, weights):
     expected = {name: (array.dtype, array.shape) for name, array in weights.items()}
-    match_weights(tmp_path, weights, expected)
+    save_file(weights, tmp_path / "rank0.safetensors")
+    found = find_weights(tmp_path / "rank0.safetensors")
+    match_weights(tmp_path, found, expected)
     expected["a.weight"] = (np.dtype(np.float32), (5,))
     expected["c.weight"] = expected.pop("empty")
     with pytest.raises(WeightFileError) as error:
-        match_weights(tmp_path, weights, expected)
+        match_weights(tmp_path, found, expected)
     for part in (
         "missing c.weight",
         "unexpected empty",

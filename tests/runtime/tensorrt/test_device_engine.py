@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from m3trt.runtime.tensorrt import memory
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
 from m3trt.runtime.tensorrt.executor import _pages_that_fit
 from m3trt.runtime.tensorrt.step_context import Binding, DeviceError
-from m3trt.runtime.weights import WeightFileError
+from m3trt.runtime.weights import WeightFileError, find_weights
 from safetensors.numpy import save_file
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("fake_gpu")]
@@ -97,15 +98,48 @@ def test_a_binding_that_tensorrt_would_miscompute_is_refused(engine):
         engine.bind("cache", Binding((2**31,), None))
 
 
-def test_uploads_pass_through_two_buffers_and_report(monkeypatch, caplog, rng):
-    monkeypatch.setattr(memory, "UPLOAD_CHUNK", 100)
-    array = rng.standard_normal((7, 11)).astype(np.float32)
-    uploader = memory.Uploader(array.nbytes)
+@pytest.fixture
+def many(tmp_path, rng):
+    """A file of tensors that need one piece, several, and none."""
+    shapes = {"large": (7, 11), "small": (3,), "empty": (0, 2), "odd": (5, 5)}
+    arrays = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    save_file(arrays, tmp_path / "many.safetensors")
+    return tmp_path / "many.safetensors", arrays
+
+
+@pytest.mark.parametrize("readers", [1, 3, 8])
+def test_uploads_pass_through_small_buffers_and_report(many, readers, monkeypatch, caplog):
+    path, arrays = many
+    pinned = []
+    made = memory._pinned
+    monkeypatch.setattr(memory, "_pinned", lambda size: pinned.append(size) or made(size))
+    monkeypatch.setattr(memory, "READERS", readers)
+    monkeypatch.setattr(memory, "PIECE", 100)
+    stored = list(find_weights(path).values())
     with caplog.at_level(logging.INFO):
-        device = uploader.upload(array)
-    uploader.finish()
-    assert device.numpy().tobytes() == array.tobytes()
-    assert "weights: 0.0 of 0.0 GB" in caplog.text
+        uploaded = memory.upload(path, stored)
+    for tensor, device in zip(stored, uploaded, strict=True):
+        assert device.numpy()[: tensor.num_bytes].tobytes() == arrays[tensor.name].tobytes()
+    assert len(pinned) == readers
+    assert max(pinned) == 100
+    assert caplog.text.count("weights: 0.0 of 0.0 GB") == 1
+
+
+def test_reads_may_be_short(many, monkeypatch):
+    path, arrays = many
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:33]], at))
+    stored = find_weights(path)["large"]
+    (device,) = memory.upload(path, [stored])
+    assert device.numpy().tobytes() == arrays["large"].tobytes()
+
+
+def test_a_file_that_shrinks_is_an_error(many):
+    path, _ = many
+    stored = list(find_weights(path).values())
+    os.truncate(path, stored[0].offset + 10)
+    with pytest.raises(OSError, match=r"many\.safetensors ends at \d+ bytes"):
+        memory.upload(path, stored)
 
 
 def test_caches_take_most_of_the_memory_that_is_left():
