@@ -78,20 +78,21 @@ struct PageProducts<Bf16> {
     for (int i = 0; i < 8; ++i) out[i / 4][i % 4] += odd[i / 4][i % 4];
   }
 
-  // Two times four channels of a row: the lane's own pairs and those of its neighbour.
+  // Four channels of two rows: the lane's own pairs and those of its neighbour, so that four lanes
+  // have sixteen channels of a row.
   template <class Emit>
   __device__ static void for_rows(float const (&out)[2][4], Emit const& emit) {
     int const lane = threadIdx.x % 32, odd = lane % 2;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float2 const upper = make_float2(out[n][0], out[n][1]);
-      float2 const lower = make_float2(out[n][2], out[n][3]);
-      float2 const kept = odd == 0 ? upper : lower;
-      float2 other = odd == 0 ? lower : upper;
+    for (int h = 0; h < 2; ++h) {
+      float2 const first = make_float2(out[0][2 * h], out[0][2 * h + 1]);
+      float2 const second = make_float2(out[1][2 * h], out[1][2 * h + 1]);
+      float2 const kept = odd == 0 ? first : second;
+      float2 other = odd == 0 ? second : first;
       other.x = __shfl_xor_sync(~0u, other.x, 1);
       other.y = __shfl_xor_sync(~0u, other.y, 1);
       float2 const low = odd == 0 ? kept : other, high = odd == 0 ? other : kept;
-      emit(odd, threadIdx.x / 32 * 16 + 8 * n + lane % 4 / 2 * 4,
+      emit(h, threadIdx.x / 32 * 16 + 8 * odd + lane % 4 / 2 * 4,
            make_float4(low.x, low.y, high.x, high.y));
     }
   }
@@ -209,31 +210,11 @@ __device__ void score_keys(float (&s)[2][4], QueryRows const& q, uint8_t const* 
   }
 }
 
-// Sixteen values of a page, all channels, on their way through a warp's registers.
-template <class Cache>
-struct HeldValues {
-  static constexpr int CHUNKS = kHeadSize * sizeof(Cache) / 16;  // of a value
-  static constexpr int AT_ONCE = 32 / CHUNKS;
-  uint4 x[WARP_KEYS / AT_ONCE];
-
-  __device__ static int key(int i) {
-    return threadIdx.x / 32 * WARP_KEYS + i * AT_ONCE + threadIdx.x % 32 / CHUNKS;
-  }
-  // Zeros of those behind the first `visible`: they may be NaN.
-  __device__ void load(Cache const* values, int64_t stride, int32_t visible) {
-#pragma unroll
-    for (int i = 0; i < WARP_KEYS / AT_ONCE; ++i) {
-      auto const* const from = reinterpret_cast<uint4 const*>(values + key(i) * stride);
-      x[i] = key(i) < visible ? __ldg(from + threadIdx.x % CHUNKS) : uint4{};
-    }
-  }
-  __device__ void store(uint8_t* page) const {
-#pragma unroll
-    for (int i = 0; i < WARP_KEYS / AT_ONCE; ++i) {
-      *reinterpret_cast<uint4*>(page + key_chunk(kBlockSize, key(i), threadIdx.x % CHUNKS)) = x[i];
-    }
-  }
-};
+// Computes an address here, not where it is used: there everyone waits for it.
+template <class T>
+__device__ void compute_now(T const*& address) {
+  asm volatile("" : "+l"(address));
+}
 
 // One number of each warp and row.
 struct alignas(16) WarpRows {

@@ -14,13 +14,15 @@ static_assert(PAGES == kMaxGroup, "a block joins and writes one row");
 
 template <class Cache>
 struct alignas(1024) PageShared {
-  uint8_t page[kBlockSize * kHeadSize * sizeof(Cache)];  // the table, then keys, then values
-  uint8_t rows[kMaxGroup * ROW_BYTES];                   // queries, later weights
+  uint8_t keys[kBlockSize * kHeadSize * sizeof(Cache)];  // before them the table
+  uint8_t values[sizeof(keys)];
+  uint8_t rows[kMaxGroup * ROW_BYTES];  // queries, later weights
   WarpRows maxima, sums;
   float out[PAGES][kHeadSize];  // of the block's row, from the blocks of the cluster
   float2 totals[PAGES];         // maximum and sum of the weights
-  uint64_t arrived, queries_arrived, keys_arrived;
-  int2 found;  // the block's page, and how many of its keys the item sees
+  float factors[PAGES];
+  uint64_t out_arrived, totals_arrived, queries_arrived, keys_arrived, values_arrived;
+  int visible;  // keys of the block's page that the item sees, 0 without a page
 };
 
 // An item's row of the page table, an input of the step: in shared memory before the selection is
@@ -31,8 +33,8 @@ class TableRow {
   __device__ TableRow(PackedTokens const& tokens, ItemRounds const& item, PageShared<Cache>& shared)
       : row_(tokens.block_offsets + int64_t{item.request()} * tokens.max_pages),
         pages_(min(tokens.max_pages, (item.length() + kBlockSize - 1) / kBlockSize)),
-        copy_(reinterpret_cast<int32_t*>(shared.page)),
-        fits_(pages_ <= static_cast<int32_t>(sizeof(shared.page) / sizeof(int32_t))) {
+        copy_(reinterpret_cast<int32_t*>(shared.keys)),
+        fits_(pages_ <= static_cast<int32_t>(sizeof(shared.keys) / sizeof(int32_t))) {
     if (fits_) {
       for (int32_t i = threadIdx.x; i < pages_; i += PAGE_THREADS) copy_[i] = row_[i];
     } else {
@@ -52,11 +54,10 @@ class TableRow {
 };
 
 // The selected page of a rank, and how many of its keys the item sees; -1 where there are fewer.
-__device__ int2 find_page(PagedDecodeParams const& p, ItemRounds const& item, TableRow const& table,
-                          int rank) {
+__device__ int2 find_page(int32_t const* ids, int32_t top_k, ItemRounds const& item,
+                          TableRow const& table, int rank) {
   int const lane = threadIdx.x % 32;
-  int64_t const row = int64_t{item.head()} * p.tokens.num_tokens + item.first_token();
-  int32_t const id = lane < p.top_k ? p.block_ids[row * p.top_k + lane] : -1;
+  int32_t const id = lane < top_k ? __ldcg(ids + lane) : -1;
   int32_t const page = table.page(id);
   unsigned const existing = __ballot_sync(~0u, page >= 0);
   int const place = page >= 0 ? __popc(existing & ((1u << lane) - 1)) : -1;
@@ -64,6 +65,18 @@ __device__ int2 find_page(PagedDecodeParams const& p, ItemRounds const& item, Ta
   if (source < 0) return make_int2(-1, 0);
   int32_t const keys = min(kBlockSize, item.length() - id * kBlockSize);
   return make_int2(__shfl_sync(~0u, page, source), __shfl_sync(~0u, keys, source));
+}
+
+// A head's keys or values of a page.
+template <size_t kBytes>
+__device__ void copy_page(uint8_t (&to)[kBytes], CUtensorMap const& from, uint32_t arrived,
+                          int channel, int id) {
+  constexpr int COLUMN = kBlockSize * 128;
+  expect_bulk(arrived, kBytes);
+#pragma unroll
+  for (int c = 0; c < static_cast<int>(kBytes) / COLUMN; ++c) {
+    copy_bulk(shared_address(to) + c * COLUMN, &from, arrived, channel + 64 * c, 0, id);
+  }
 }
 
 // Grid: a cluster for each item, a block for each of its pages.
@@ -78,28 +91,37 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank();
   uint32_t const queries_arrived = shared_address(&shared.queries_arrived);
   uint32_t const keys_arrived = shared_address(&shared.keys_arrived);
+  uint32_t const values_arrived = shared_address(&shared.values_arrived);
   if (threadIdx.x == 0) {
     init_bulk_barrier(queries_arrived);
     init_bulk_barrier(keys_arrived);
-    init_exchange(&shared.arrived);
-    if (rank < group) expect_exchange(&shared.arrived, sizeof(shared.out) + sizeof(shared.totals));
+    init_bulk_barrier(values_arrived);
+    init_exchange(&shared.out_arrived);
+    init_exchange(&shared.totals_arrived);
+    if (rank < group) {
+      expect_exchange(&shared.out_arrived, sizeof(shared.out));
+      expect_exchange(&shared.totals_arrived, sizeof(shared.totals));
+    }
   } else if (threadIdx.x == 32) {
     prefetch_map(&maps.keys);
+    prefetch_map(&maps.values);
   }
   __syncthreads();
   cluster_arrive();
   ItemRounds item(p, static_cast<int32_t>(blockIdx.x) / PAGES, 1);
   item.read();
   // What the kernel before has yet to write may be on its way to L2 already.
+  int32_t const* ids =
+      p.block_ids + (int64_t{item.head()} * p.tokens.num_tokens + item.first_token()) * p.top_k;
   auto const* const queries = static_cast<Bf16 const*>(p.q) + item.query(0, group) * kHeadSize;
   if (threadIdx.x < group * 2) {
     prefetch(queries + threadIdx.x * (kHeadSize / 2));
   } else if (threadIdx.x >= PAGE_THREADS - 2) {
-    int64_t const row = int64_t{item.head()} * p.tokens.num_tokens + item.first_token();
-    prefetch(p.block_ids + row * p.top_k + (threadIdx.x == PAGE_THREADS - 1 ? p.top_k - 1 : 0));
+    prefetch(ids + (threadIdx.x == PAGE_THREADS - 1 ? p.top_k - 1 : 0));
   }
   item.resolve();
   TableRow const table(p.tokens, item, shared);
+  compute_now(ids);
   fence_bulk();  // the keys take its place
   __syncthreads();
   cluster_wait();  // all blocks have started
@@ -110,41 +132,35 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
     expect_bulk(queries_arrived, group * ROW_BYTES);
     copy_bulk(shared_address(shared.rows), queries, queries_arrived, group * ROW_BYTES);
   }
-  DecodeView const& view = p.view;
-  int64_t const channel = item.head() * view.head_stride;
   if (warp == 0) {  // the only one that reads the table, so it need not wait for others
-    int2 const found = find_page(p, item, table, rank);
+    int2 const found = find_page(ids, p.top_k, item, table, rank);
     if (lane == 0) {
       if (found.x >= 0) {
-        int const id = found.x * view.ids_per_page + item.head() * view.ids_per_head;
-        expect_bulk(keys_arrived, sizeof(shared.page));
-#pragma unroll
-        for (int c = 0; c < static_cast<int>(sizeof(Cache)); ++c) {
-          copy_bulk(shared_address(shared.page) + c * kBlockSize * 128, &maps.keys, keys_arrived,
-                    static_cast<int>(channel) + 64 * c, 0, id);
-        }
+        int const channel = static_cast<int>(item.head() * p.view.head_stride);
+        int const id = found.x * p.view.ids_per_page + item.head() * p.view.ids_per_head;
+        copy_page(shared.keys, maps.keys, keys_arrived, channel, id);
+        copy_page(shared.values, maps.values, values_arrived, channel, id);
       }
-      shared.found = found;
+      shared.visible = found.y;
     }
   }
   __syncthreads();
-  int2 const page = shared.found;
-  float maximum[2] = {-INFINITY, -INFINITY};
+  int const visible = shared.visible;
+  // To the block that joins and writes the row.
+  auto const send_total = [&](float2 total) {
+    store_remote(&shared.totals[rank], &shared.totals_arrived, threadIdx.x, total);
+  };
   float out[2][4] = {};
-  if (page.x >= 0) {
-    int const id = page.x * view.ids_per_page + item.head() * view.ids_per_head;
-    HeldValues<Cache> values;
-    values.load(static_cast<Cache const*>(view.values) + id * view.page_stride + channel,
-                view.token_stride, page.y);
+  if (visible > 0) {
     constexpr float kLog2E = 1.44269504088896341f;
     float scale_log2 = p.softmax_scale * kLog2E;
     if (p.kv_scale != nullptr) scale_log2 *= *p.kv_scale;
     QueryRows q;
     wait_bulk(queries_arrived, 0);
     load_queries<Cache>(q, shared.rows);
-    float s[2][4] = {};
+    float s[2][4] = {}, maximum[2] = {-INFINITY, -INFINITY};
     wait_bulk(keys_arrived, 0);
-    score_keys<Cache>(s, q, shared.page);
+    score_keys<Cache>(s, q, shared.keys);
     int const first_key = warp * WARP_KEYS + lane % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -152,14 +168,13 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = s[i / 2][2 * h + i % 2];
-        x = first_key + i / 2 * 8 + i % 2 < page.y ? x * scale : -INFINITY;
+        x = first_key + i / 2 * 8 + i % 2 < visible ? x * scale : -INFINITY;
         maximum[h] = fmaxf(maximum[h], x);
       }
       maximum[h] = row_max(maximum[h]);
       if (lane % 4 == 0) shared.maxima.x[lane / 4 + 8 * h][warp] = maximum[h];
     }
     __syncthreads();  // queries and keys have been read as well
-    values.store(shared.page);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int const row = lane / 4 + 8 * h;
@@ -178,39 +193,47 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
       sum = row_sum(sum);
       if (lane % 4 == 0) shared.sums.x[row][warp] = sum;
     }
+    wait_bulk(values_arrived, 0);
+    if (visible < kBlockSize) {  // what lies behind may be NaN
+      constexpr int CHUNKS = kHeadSize * sizeof(Cache) / 16;
+      for (int i = visible * CHUNKS + threadIdx.x; i < kBlockSize * CHUNKS; i += PAGE_THREADS) {
+        store_zeros(shared_address(shared.values) + key_chunk(kBlockSize, i / CHUNKS, i % CHUNKS));
+      }
+    }
     __syncthreads();
-    P::sum(out, shared_address(shared.rows), shared_address(shared.page));
+    if (threadIdx.x < group) {
+      int const row = threadIdx.x;
+      send_total(make_float2(shared.maxima.largest(row), shared.sums.sum(row)));
+    }
+    P::sum(out, shared_address(shared.rows), shared_address(shared.values));
   } else {
     wait_bulk(queries_arrived, 0);
+    if (threadIdx.x < group) send_total(make_float2(-INFINITY, 0.f));
   }
 
   P::for_rows(out, [&](int h, int channel, float4 sum) {
     int const row = lane / 4 + 8 * h;
     if (row >= group) return;
-    store_remote(reinterpret_cast<float4*>(&shared.out[rank][channel]), &shared.arrived, row, sum);
-    if (channel == 0) {
-      float const total = page.x >= 0 ? shared.sums.sum(row) : 0.f;
-      store_remote(&shared.totals[rank], &shared.arrived, row,
-                   make_float2(h == 0 ? maximum[0] : maximum[1], total));
-    }
+    auto* const to = reinterpret_cast<float4*>(&shared.out[rank][channel]);
+    store_remote(to, &shared.out_arrived, row, sum);
   });
   if (warp > 0 || rank >= group) return;
-  wait_exchange(&shared.arrived, 0);
-  float2 totals[PAGES];
-  float4 parts[PAGES];
-  float largest = -INFINITY, total = 0.f;
+  wait_exchange(&shared.totals_arrived, 0);
+  float2 const of_page = shared.totals[lane % PAGES];
+  float largest = of_page.x;
 #pragma unroll
-  for (int b = 0; b < PAGES; ++b) {
-    totals[b] = shared.totals[b];
-    parts[b] = load4(&shared.out[b][4 * lane]);
-    largest = fmaxf(largest, totals[b].x);
-  }
+  for (int i = PAGES / 2; i > 0; i /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, i));
+  float const factor = share(of_page.x, largest);
+  if (lane < PAGES) shared.factors[lane] = factor;
+  float total = of_page.y * factor;
+#pragma unroll
+  for (int i = PAGES / 2; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
+  __syncwarp();
+  wait_exchange(&shared.out_arrived, 0);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (int b = 0; b < PAGES; ++b) {
-    float const factor = share(totals[b].x, largest);
-    total += totals[b].y * factor;
-    axpy4(sum, parts[b], factor);
+    axpy4(sum, load4(&shared.out[b][4 * lane]), shared.factors[b]);
   }
   write_row(p, item.query(rank, group), 4 * lane, sum, total);
 }
