@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ K, M = 1024, 1 << 20
 RAGGED = "11k..236k"
 PARTS = {"select": "decode_index_select", "attend": "decode_attention", "total": "decode_total"}
 ALL = tuple(PARTS)
-RUNS = 7
+RUNS, SPARSE_LAYERS, LONG = 7, 57, 20e-3
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,18 @@ def full() -> list[Case]:
     return sorted(cases, key=lambda case: not (case.dense or case.aimed))
 
 
-def graph_seconds(calls: list[Callable[[], Any]]) -> float:
-    return kernels.graph_seconds(calls, repeats=RUNS, rounds=max(1, 8 // len(calls)))
+def graph_seconds(calls: list[Callable[[], Any]], floor: float) -> float:
+    """Of one call in a graph of as many as a step has sparse layers, fewer where those take long:
+    what starting a graph takes (3 to 7 us) belongs to the step and not to one of its layers.
+    """
+    rounds = ceil(min(SPARSE_LAYERS, LONG / floor) / len(calls))
+    return kernels.graph_seconds(calls, repeats=RUNS, rounds=rounds)
 
 
 def measure(case: Case, part: str, pools: dict[str, Pool], who: Contestants) -> dict[str, Any]:
     """The record of one part of a case."""
     pool, lengths = pools[case.dtype], case.lengths()
+    floor, _ = case.work(part).floor()
     count = steps.copies(case.work("attend" if part == "attend" else "select").bytes)
     batches = [pool.step(case.heads, lengths, q_len=case.q_len, seed=seed) for seed in range(count)]
     ids = [steps.random_blocks(s, case.heads.kv, seed) for seed, s in enumerate(batches)]
@@ -171,10 +176,11 @@ def measure(case: Case, part: str, pools: dict[str, Pool], who: Contestants) -> 
         contestant.retune()
         verify(contestant, part, *pairs[0], [len(batches[0].q) - 1])
         times[contestant.name] = graph_seconds(
-            [make_call(contestant, part, *pair) for pair in pairs]
+            [make_call(contestant, part, *pair) for pair in pairs], floor
         )
     if part == "attend" and who.ours and case.dtype != FLOAT8:
-        times["gather, then dense"] = graph_seconds([gathered(who.ours, *pair) for pair in pairs])
+        gathers = [gathered(who.ours, *pair) for pair in pairs]
+        times["gather, then dense"] = graph_seconds(gathers, floor)
     if part == "total" and case.dense:
         times |= dense_times(batches[0], who)
         if case.dtype == FLOAT8:
@@ -229,7 +235,8 @@ def captured_lengths(pool: Pool, who: Contestants) -> dict[str, Any]:
             ]
             ids = steps.random_blocks(batches[0], case.heads.kv)
             contestant.retune()
-            times[name] = graph_seconds([make_call(contestant, "total", s, ids) for s in batches])
+            calls = [make_call(contestant, "total", s, ids) for s in batches]
+            times[name] = graph_seconds(calls, case.work("total").floor()[0])
     ours = who.ours.name if who.ours else ""
     described = case.describe(False) | {"captured_for": M}
     return make_record(PARTS["total"], described, times, ours, case.work("total"), RUNS)
