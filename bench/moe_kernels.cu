@@ -33,7 +33,7 @@ int m3_bench_moe_has_products(MoeParams const* p) {
 int m3_bench_moe_products(MoeParams const* p, void* workspace, cudaStream_t stream) {
   Sm90MoeWorkspace ws{};
   sm90_moe_carve(*p, workspace, ws);
-  size_t const bytes = 2 * SM90_MOE_MAX_CTAS * sizeof(*ws.arrivals);
+  size_t const bytes = SM90_MOE_COUNTERS * sizeof(*ws.arrivals);
   cudaError_t status = cudaMemsetAsync(ws.arrivals, 0, bytes, stream);
   if (status == cudaSuccess) status = launch_sm90_moe_fc(*p, ws, stream);
   return status == cudaSuccess ? launch_sm90_moe_proj(*p, ws, stream) : status;

@@ -34,6 +34,10 @@ struct MoeGemmArgs {
   int32_t const* rows;
   int32_t const* expert_begin;
   int32_t* arrivals;  // [SM90_MOE_MAX_CTAS], of this product
+  // Where proj follows fc: of each expert, warps that have written their activations, `tile_warps`
+  // for each of its token tiles.
+  int32_t* done;
+  int tile_warps;
   float* partials;
   int64_t partial_size;  // floats of one CTA's sums
   __nv_bfloat16* activations;
@@ -49,14 +53,15 @@ constexpr int SM90_MOE_SHARED_ROOM =
 
 // How the kernel cuts its work. TOKENS: of one tile, at most; the fewer, the more stages fit.
 // SHARERS 2: two CTAs of a cluster take two parts of an expert's tokens, and each loads half of the
-// weights into both: long steps are limited by what L2 delivers. IN_TURN: the two warpgroups that
-// multiply take tiles of half the weights in turn, so that one stores while the other multiplies.
-template <int TOKENS, int SHARERS, bool IN_TURN>
+// weights into both: long steps are limited by what L2 delivers. Where tiles have few tokens, the
+// two warpgroups that multiply take tiles of half the weights in turn, so that one stores while the
+// other multiplies, whoever comes next takes the next tile, and proj follows fc expert by expert.
+template <int TOKENS, int SHARERS>
 struct MoeShape {
+  static constexpr bool kInTurn = TOKENS <= 64;
   static constexpr int kTokens = TOKENS;
   static constexpr int kSharers = SHARERS;
-  static constexpr bool kInTurn = IN_TURN;
-  static constexpr int kRows = IN_TURN ? SM90_MOE_WEIGHT_ROWS / 2 : SM90_MOE_WEIGHT_ROWS;
+  static constexpr int kRows = kInTurn ? SM90_MOE_WEIGHT_ROWS / 2 : SM90_MOE_WEIGHT_ROWS;
   static constexpr int kWeightBytes = kRows * SM90_MOE_K * 2;
   static constexpr int kStageBytes = kWeightBytes + TOKENS * SM90_MOE_K * 2;
   static constexpr int kPostBytes = static_cast<int>(sizeof(MoeSegment) + sizeof(MoeTokens)) + 24;
@@ -109,6 +114,8 @@ struct MoeGemm {
   static constexpr int STAGE_BYTES = Shape::kStageBytes;
   static constexpr int WEIGHT_BYTES = Shape::kWeightBytes;
   static constexpr int ROWS = Shape::kRows;
+  // Begins with the experts whose activations are there while fc still makes others'.
+  static constexpr bool FOLLOWS = !Product::kGather && Shape::kInTurn;
   using Ring = MoeRing<Shape::kStages>;
 
   MoeWeightMaps const& maps;
@@ -165,8 +172,8 @@ struct MoeGemm {
   // One thread
   __device__ void load_weights() const {
     constexpr int HALF = WEIGHT_BYTES / 2;
-    constexpr int PAIR =
-        Shape::kTokens <= 64 ? 2 : 1;  // stages asked for together: 256 bytes a row
+    // Stages asked for together: 512 bytes of a row of fc, half a row of proj where K is short
+    constexpr int TOGETHER = !Shape::kInTurn ? 1 : Product::kGather ? 4 : 3;
     uint64_t const once = ptx::policy_evict_first();
     uint64_t const again = ptx::policy_evict_normal();
     Ring ring;
@@ -183,7 +190,7 @@ struct MoeGemm {
       int const k1 = ahead.s.k1;
       int const last = min(k0 + Shape::kStages, k1) - 1;  // that the first ones need not wait for
       for (int k = k0; k < k1;) {
-        int const count = min(PAIR - k % PAIR, k1 - k);
+        int const count = min(TOGETHER - k % TOGETHER, k1 - k);
         Ring const first = ring;
         for (int i = 0; i < count; ++i, ring.advance()) {
           ptx::barrier_wait(empty(ring.stage), ring.phase ^ 1);
@@ -210,6 +217,18 @@ struct MoeGemm {
     }
   }
 
+  // Waits until fc has written all activations of an expert. Lanes look ahead: those of `known`
+  // need no second look.
+  __device__ void wait_done(int expert, int2& known) const {
+    while (expert < known.x || expert >= known.y) {
+      int const mine = min(expert + static_cast<int>(threadIdx.x) % 32, g.experts);
+      int const wanted = g.tile_warps * shared.tiles.token_tiles(mine, g.experts);
+      unsigned const missing = __ballot_sync(~0u, ptx::load_acquire(g.done + mine) < wanted);
+      known = {expert, expert + (missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1)};
+    }
+    __syncwarp();  // what any lane has seen
+  }
+
   // Three warps gather the token rows, 8 threads a row, in TMA's swizzle.
   __device__ void load_tokens(int thread) const {
     constexpr int STEP = SM90_MOE_TOKEN_THREADS / 8;
@@ -224,8 +243,10 @@ struct MoeGemm {
     uint32_t const odd = (row + STEP) * 128 + ((chunk ^ ((row + STEP) & 7)) << 4);
     Ring ring;
     MoeRing<Shape::kPosts> posts;
+    int2 known = {0, 0};  // experts
     for (Ahead<false> ahead(*this); ahead.more; posts.advance()) {
       int const rows = ahead.t.rows;
+      if (FOLLOWS) wait_done(ahead.t.expert, known);
       uint32_t offsets[EACH];  // of my rows in `in`, in elements
 #pragma unroll
       for (int i = 0; i < EACH; ++i) {
@@ -302,6 +323,10 @@ struct MoeGemm {
       if (s.first_cta != s.last_cta && !add_parts<N>(s, sums)) return;
     }
     Product::template finish<N, ROWS>(g, t, part, sums);
+    if (Product::kGather && Shape::kInTurn) {
+      __syncwarp();  // all lanes' stores
+      if (threadIdx.x % 32 == 0) ptx::add_release(g.done + t.expert, 1);
+    }
   }
 
   // This warp has read the stage, into which all sharers write.
@@ -407,7 +432,8 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
                                                           Shape::kStages * Shape::kStageBytes);
   constexpr int SHARERS = Shape::kSharers;
   int const sharer = SHARERS == 1 ? 0 : cluster_rank();
-  MoeGemm<Product, Shape> const gemm{maps, g, shared, aligned, sharer};
+  using Gemm = MoeGemm<Product, Shape>;
+  Gemm const gemm{maps, g, shared, aligned, sharer};
   int const warp = threadIdx.x / 32;
   if (threadIdx.x <= kMaxExpertParts) ptx::prefetch_map(&maps.part[threadIdx.x]);
   if (threadIdx.x == 0) {
@@ -432,7 +458,7 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   if (warp < 4) {
     ptx::registers_down<104>();
     if (warp > 0) {
-      if (!Product::kGather) wait_for_previous_kernel();
+      if (!Product::kGather && !Gemm::FOLLOWS) wait_for_previous_kernel();
       gemm.load_tokens(threadIdx.x - 32);
     } else if (threadIdx.x == 0) {
       gemm.load_weights();
@@ -440,10 +466,11 @@ __global__ void __launch_bounds__(SM90_MOE_THREADS, 1)
   } else {
     ptx::registers_up<200>();
     if (!Product::kGather) {
-      wait_for_previous_kernel();
+      if (!Gemm::FOLLOWS) wait_for_previous_kernel();
       let_next_kernel_start();
     }
     gemm.multiply_all();
+    if (Gemm::FOLLOWS) wait_for_previous_kernel();
   }
   if (SHARERS > 1) {  // a CTA that is gone cannot be written to
     __syncwarp();
@@ -461,6 +488,8 @@ void fill_sm90_moe_gemm_args(MoeGemmArgs& g, MoeParams const& p, Sm90MoeWorkspac
   g.rows = ws.rows;
   g.expert_begin = ws.expert_begin;
   g.partials = ws.partials;
+  g.done = ws.done;
+  g.tile_warps = 4 * static_cast<int>(ceil_div(2 * p.width, SM90_MOE_WEIGHT_ROWS / 2));
   g.partial_size = sm90_moe_partial_size(p.tokens);
   g.activations = ws.activations;
   g.outputs = ws.outputs;
@@ -518,19 +547,15 @@ template <class Product>
 cudaError_t launch_sm90_moe_gemm(MoeParams const& p, void const* const* parts, void const* shared,
                                  MoeGemmArgs const& g, Sm90MoeWorkspace const& ws,
                                  cudaStream_t stream) {
-  // Where K is short, storing takes as long as multiplying. Measured: notes/moe.md.
-  constexpr int SHORT_DEPTH = 768;
-  bool const in_turn = !Product::kGather && g.depth <= SHORT_DEPTH;
+  // Measured: notes/moe.md.
   int64_t const average = p.tokens * p.top_k / p.experts;
-  auto* launch = launch_sm90_moe_gemm_as<Product, MoeShape<160, 2, false>>;
-  if (p.tokens <= 32) {
-    launch = in_turn ? launch_sm90_moe_gemm_as<Product, MoeShape<32, 1, true>>
-                     : launch_sm90_moe_gemm_as<Product, MoeShape<32, 1, false>>;
-  } else if (average <= SM90_MOE_SHORT_TOKENS) {
-    launch = in_turn ? launch_sm90_moe_gemm_as<Product, MoeShape<64, 1, true>>
-                     : launch_sm90_moe_gemm_as<Product, MoeShape<64, 1, false>>;
+  auto* launch = launch_sm90_moe_gemm_as<Product, MoeShape<160, 2>>;
+  if (average <= SM90_MOE_SHORT_TOKENS) {
+    bool const few = p.tokens <= 32 || (p.tokens > 64 && p.tokens <= 128);
+    launch = few ? launch_sm90_moe_gemm_as<Product, MoeShape<32, 1>>
+                 : launch_sm90_moe_gemm_as<Product, MoeShape<64, 1>>;
   } else if (average <= SM90_MOE_MAX_TOKENS) {
-    launch = launch_sm90_moe_gemm_as<Product, MoeShape<160, 1, false>>;
+    launch = launch_sm90_moe_gemm_as<Product, MoeShape<160, 1>>;
   }
   return launch(p, parts, shared, g, ws, stream);
 }

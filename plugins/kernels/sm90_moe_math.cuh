@@ -72,7 +72,12 @@ struct MoeFour {
         "r"(count), "l"(__cvta_generic_to_global(t)), "r"(bits.x), "r"(bits.y)
         : "memory");
   }
-  __device__ static MoeFour load(void const* t) { return {__ldcs(static_cast<uint2 const*>(t))}; }
+  // Eight neighbours
+  __device__ static void load(MoeFour (&two)[2], void const* t) {
+    uint4 const v = __ldcs(static_cast<uint4 const*>(t));
+    two[0] = {make_uint2(v.x, v.y)};
+    two[1] = {make_uint2(v.z, v.w)};
+  }
 
  private:
   // Of the magnitudes; NaN if one is.

@@ -38,7 +38,8 @@ size_t sm90_moe_carve(MoeParams const& p, void* base, Sm90MoeWorkspace& ws) {
   carver.take(ws.rows, rows);
   carver.take(ws.places, rows);
   carver.take(ws.expert_begin, p.experts + 2);
-  carver.take(ws.arrivals, 2 * SM90_MOE_MAX_CTAS);
+  carver.take(ws.arrivals, SM90_MOE_COUNTERS);
+  ws.done = ws.arrivals + 2 * SM90_MOE_MAX_CTAS;
   carver.take(ws.ready, SM90_MOE_DECODE_VISITS);
   carver.take(ws.activations, rows * p.width);
   carver.take(ws.outputs, rows * p.hidden / 4);

@@ -10,20 +10,23 @@ namespace m3::kernels {
 namespace {
 
 constexpr int WARP_EXPERTS = 16;  // M of one tensor core instruction
+constexpr int LOGITS_WARPS = 8;
 constexpr int SELECT_THREADS = 128;
 constexpr int PERMUTE_THREADS = 1024;
 
-// Partial logits of TILES * 8 tokens over one part of hidden; a warp takes 16 experts. Lane l reads
-// elements 8 (l % 4) .. + 7 of each 32 for both operands: the order of K is free.
-template <int TILES>
+// Partial logits of TILES * 8 tokens over one part of hidden; a warp takes 16 experts, and SHARERS
+// warps a part of the columns each. Lane l reads elements 8 (l % 4) .. + 7 of each 32 for both
+// operands: the order of K is free.
+template <int TILES, int SHARERS>
 __global__ void __launch_bounds__(256, 2)
     sm90_moe_logits(MoeParams p, int64_t split_depth, float* __restrict__ logits) {
   int const lane = threadIdx.x % 32;
-  int const warp = threadIdx.x / 32;
-  int const expert0 = (blockIdx.z * (blockDim.x / 32) + warp) * WARP_EXPERTS;
+  constexpr int GROUPS = LOGITS_WARPS / SHARERS;
+  int const group = static_cast<int>(threadIdx.x) / 32 % GROUPS;
+  int const sharer = static_cast<int>(threadIdx.x) / 32 / GROUPS;
+  int const expert0 = (static_cast<int>(blockIdx.z) * GROUPS + group) * WARP_EXPERTS;
   int64_t const token0 = int64_t{blockIdx.x} * TILES * 8;
   let_next_kernel_start();
-  if (expert0 >= p.experts) return;
   int64_t const begin = blockIdx.y * split_depth;
   int64_t const end = min(begin + split_depth, p.hidden);
   int const column = lane % 4 * 8;
@@ -41,7 +44,7 @@ __global__ void __launch_bounds__(256, 2)
   auto const* all_x = static_cast<__nv_bfloat16 const*>(p.x);
 
   float sums[TILES][4] = {};
-  for (int64_t k = begin; k < end; k += 64) {
+  for (int64_t k = begin + sharer * 64; k < end; k += SHARERS * 64) {
     float part[TILES][4] = {};  // short sums: the tensor cores truncate
 #pragma unroll
     for (int step = 0; step < 64; step += 32) {
@@ -79,6 +82,20 @@ __global__ void __launch_bounds__(256, 2)
     }
   }
 
+  if constexpr (SHARERS > 1) {
+    __shared__ float parts[SHARERS - 1][GROUPS][TILES * 4][32];
+    if (sharer > 0) {
+#pragma unroll
+      for (int i = 0; i < TILES * 4; ++i) parts[sharer - 1][group][i][lane] = sums[i / 4][i % 4];
+    }
+    __syncthreads();  // parts
+    if (sharer > 0) return;
+#pragma unroll
+    for (int i = 0; i < TILES * 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < SHARERS - 1; ++j) sums[i / 4][i % 4] += parts[j][group][i][lane];
+    }
+  }
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
 #pragma unroll
@@ -173,22 +190,44 @@ __device__ int block_scan(int value, int* warp_sums, int& before) {
   return __reduce_add_sync(~0u, other);
 }
 
+// Brings the first columns of fc's first tiles into L2, a tile a block: while a step is routed
+// nothing else is read. Which tiles come first supposes few tokens, but some, of each expert.
+__device__ void prefetch_fc(MoeParams const& p, int tokens) {
+  constexpr int HALF = SM90_MOE_WEIGHT_ROWS / 4;  // gate rows of a tile; as many up rows
+  constexpr int BYTES = 2560;                     // of a row: 43 MB in all are most of L2
+  auto const width = static_cast<int>(p.width);
+  int const row_bytes = static_cast<int>(p.hidden) * 2;
+  int const weight_tiles = (width + HALF - 1) / HALF;
+  int const tile = static_cast<int>(blockIdx.x) - (tokens + 63) / 64;
+  int const expert = max(tile, 0) / weight_tiles;
+  int const first = max(tile, 0) % weight_tiles * HALF;
+  if (expert >= p.experts) return;
+  int const each = p.experts / p.parts;
+  auto const* weights = static_cast<char const*>(tile < 0 ? p.shared_fc : p.fc[expert / each]);
+  int64_t const row0 = tile < 0 ? 0 : int64_t{expert % each} * 2 * width;
+  for (int i = threadIdx.x; i < 2 * min(HALF, width - first); i += static_cast<int>(blockDim.x)) {
+    int64_t const row = row0 + i % 2 * width + first + i / 2;
+    ptx::bulk_prefetch(weights + row * row_bytes, min(BYTES, row_bytes));
+  }
+}
+
 // Block e lists the rows of expert e in ascending order. Its first place is the number of rows with
 // a lower expert, which it counts itself: no atomics, so the order never varies. The last block
 // lists the shared expert's.
 __global__ void __launch_bounds__(PERMUTE_THREADS)
     sm90_moe_permute(MoeParams p, Sm90MoeWorkspace ws) {
   __shared__ int warp_sums[PERMUTE_THREADS / 32];
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   int const expert = blockIdx.x;
   int const threads = static_cast<int>(blockDim.x);
   int const slots = p.top_k + 1;
   auto const real =
       static_cast<int>(max(int64_t{0}, min(p.tokens, int64_t{*p.real_tokens} - p.first_token)));
   int const pairs = real * p.top_k;
+  if (pairs >= 2 * p.experts) prefetch_fc(p, real);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if (expert == p.experts) {
-    for (int i = threadIdx.x; i < 2 * SM90_MOE_MAX_CTAS; i += threads) ws.arrivals[i] = 0;
+    for (int i = threadIdx.x; i < SM90_MOE_COUNTERS; i += threads) ws.arrivals[i] = 0;
     for (int i = threadIdx.x; i < real; i += threads) {
       ws.rows[pairs + i] = i * slots + p.top_k;
       ws.places[i * slots + p.top_k] = pairs + i;
@@ -234,15 +273,14 @@ __global__ void __launch_bounds__(PERMUTE_THREADS)
   }
 }
 
-template <int TILES>
+template <int TILES, int SHARERS>
 cudaError_t launch_logits(MoeParams const& p, Sm90MoeWorkspace const& ws, cudaStream_t stream) {
   int const splits = sm90_router_splits(p.tokens, p.hidden);
-  // A step of few tokens needs many small blocks to read the router at the memory's speed.
-  int const warps = p.tokens <= 4 * SM90_ROUTER_TOKENS ? 2 : 8;
+  constexpr int GROUPS = LOGITS_WARPS / SHARERS;
   dim3 const grid(static_cast<unsigned>(ceil_div(p.tokens, TILES * 8)), splits,
-                  static_cast<unsigned>(ceil_div(p.experts, warps * WARP_EXPERTS)));
+                  static_cast<unsigned>(ceil_div(p.experts, GROUPS * WARP_EXPERTS)));
   int64_t const depth = ceil_div(p.hidden / 64, splits) * 64;
-  sm90_moe_logits<TILES><<<grid, warps * 32, 0, stream>>>(p, depth, ws.logits);
+  sm90_moe_logits<TILES, SHARERS><<<grid, LOGITS_WARPS * 32, 0, stream>>>(p, depth, ws.logits);
   return cudaGetLastError();
 }
 
@@ -251,8 +289,10 @@ cudaError_t launch_logits(MoeParams const& p, Sm90MoeWorkspace const& ws, cudaSt
 cudaError_t launch_sm90_moe_route(MoeParams const& p, Sm90MoeWorkspace const& ws,
                                   cudaStream_t stream) {
   static_assert(kMaxTopK <= 32, "lane k keeps choice k");
-  auto* logits = p.tokens <= 8                        ? launch_logits<1>
-                 : p.tokens < SM90_ROUTER_LONG_TOKENS ? launch_logits<8>
+  // A step of few tokens needs many warps to read the router at the memory's speed.
+  auto* logits = p.tokens <= 8                        ? launch_logits<1, 4>
+                 : p.tokens <= 256                    ? launch_logits<8, 4>
+                 : p.tokens < SM90_ROUTER_LONG_TOKENS ? launch_logits<8, 1>
                                                       : launch_sm90_moe_long_logits;
   cudaError_t status = logits(p, ws, stream);
   if (status != cudaSuccess) return status;

@@ -136,6 +136,11 @@ struct MoeTiles {
     return prefix[experts + 1] * weight_tiles;
   }
 
+  __device__ int token_tiles(int expert, int experts) const {
+    int const i = expert == experts ? 0 : expert + 1;
+    return prefix[i + 1] - prefix[i];
+  }
+
   // The shared expert's tiles have many tokens: they are spread among the others, which wait for
   // memory meanwhile. Tiles of the same weights lie side by side: they run at the same time and
   // share them in L2.

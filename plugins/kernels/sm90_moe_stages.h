@@ -9,7 +9,9 @@
 // real tokens in the order of (expert, token), the shared expert last, as expert number `experts`.
 namespace m3::kernels {
 
-constexpr int SM90_MOE_MAX_CTAS = 144;     // of the expert GEMMs, one for each multiprocessor
+constexpr int SM90_MOE_MAX_CTAS = 144;  // of the expert GEMMs, one for each multiprocessor
+// Counters that begin at zero: `arrivals`, `done`
+constexpr int SM90_MOE_COUNTERS = 2 * SM90_MOE_MAX_CTAS + kMaxExperts + 1;
 constexpr int SM90_MOE_MAX_TOKENS = 160;   // of one tile
 constexpr int SM90_MOE_SHORT_TOKENS = 40;  // of an expert on average: tiles of 64 and less
 constexpr int SM90_MOE_WEIGHT_ROWS = 256;  // of one tile
@@ -36,6 +38,7 @@ struct Sm90MoeWorkspace {
   int32_t* expert_begin;        // [experts + 2] first place of each expert, end
   int32_t* arrivals;            // [2, SM90_MOE_MAX_CTAS] CTAs that finished their part of a tile;
                                 // where tiles are never cut, the first counts tickets
+  int32_t* done;                // [experts + 1] warps that have written their activations of a tile
   int32_t* ready;               // [SM90_MOE_DECODE_VISITS] parts of activations that are done
   __nv_bfloat16* activations;   // [tokens * (top_k + 1), width] by place
   MoeFour* outputs;             // [tokens * (top_k + 1), hidden / 4] by place
@@ -47,7 +50,7 @@ int sm90_router_splits(int64_t tokens, int64_t hidden);
 
 cudaError_t launch_sm90_moe_long_logits(MoeParams const& p, Sm90MoeWorkspace const& ws,
                                         cudaStream_t stream);
-// Makes expert_ids, expert_weights, rows, places, expert_begin and zeroes arrivals.
+// Makes expert_ids, expert_weights, rows, places, expert_begin and zeroes the counters.
 cudaError_t launch_sm90_moe_route(MoeParams const& p, Sm90MoeWorkspace const& ws,
                                   cudaStream_t stream);
 cudaError_t launch_sm90_moe_fc(MoeParams const& p, Sm90MoeWorkspace const& ws, cudaStream_t stream);

@@ -192,7 +192,7 @@ REAL_WIDTHS = {  # of the released model, with fewer experts
 @pytest.mark.full
 @pytest.mark.skipif(bool(harness.gpu_missing()), reason=harness.gpu_missing() or "-")
 @pytest.mark.parametrize("hot", [False, True], ids=["random", "hot-expert"])
-@pytest.mark.parametrize("tokens", [1, 5, 9, 70, 700, 4100])
+@pytest.mark.parametrize("tokens", [1, 5, 9, 50, 70, 700, 4100])
 @pytest.mark.parametrize("shape", REAL_WIDTHS)
 def test_real_widths(shape: str, tokens: int, hot: bool) -> None:
     """Decode steps, every shape and tile width of the GEMMs, tiles cut along K, experts with no
