@@ -11,6 +11,9 @@ from m3trt.bench.routing import expected_experts
 from m3trt.convert.configuration import M3Config
 from m3trt.convert.layout import rank_tensors
 
+HEAD = 128
+"""Channels of a head of attention."""
+
 
 class Floor(NamedTuple):
     """`amount` of `unit` ("bytes" or "flops") at `rate` a second."""
@@ -38,6 +41,17 @@ def larger(num_bytes: float, flops: float) -> Floor:
         Floor(flops, FLOPS, "flops"),
         key=lambda floor: floor.seconds,
     )
+
+
+def dense_attention(case: dict[str, Any]) -> Floor:
+    """Of a decode step reading its caches, of a chunk its products."""
+    if "batch" in case:
+        item = 2 if case["dtype"] == "bfloat16" else 1
+        read = case["batch"] * case["context"] * 2 * case["kv_heads"] * HEAD * item
+        return Floor(read, READ_BYTES)
+    new, prefix = case["new"], case["prefix"]
+    products = 4 * HEAD * case["q_heads"] * (new * prefix + new * (new + 1) / 2)
+    return Floor(products, FLOPS, "flops")
 
 
 def step_floors(

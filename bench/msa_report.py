@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from m3trt.bench import decode, prefill
+from m3trt.bench import decode, floors, prefill
 from m3trt.bench.msa_steps import Heads
 from m3trt.bench.records import Record, duration, wrapped
 
 PEERS = ("vLLM 0.24.0", "SGLang 0.5.16")
 DENSE = "FlashAttention-3"
+OUR_DENSE = "our dense kernel"
 OTHERS = (*PEERS, DENSE)
 """What a part of ours is compared with; all else that ran beside it is ours too."""
 TITLES = {
@@ -151,6 +152,31 @@ def targets(records: dict[str, list[Record]]) -> tuple[int, list[str]]:
                     times = f"{duration(record['seconds'])}, asked {duration(asked)}"
                     missed.append(f"{title.split(': ')[1]}, {named(record['case'])}: {times}")
     return count, missed
+
+
+def dense_records(totals: Iterable[Record]) -> list[Record]:
+    """Of whole steps beside which our dense kernel and FlashAttention-3 ran: records of these two,
+    like those of `paged_attention`."""
+    found = []
+    for record in totals:
+        case, times = record["case"], record.get("baselines", {})
+        chunks = isinstance(case.get("new"), str)  # several: their floor is not known here
+        if chunks or "captured_for" in case or not {OUR_DENSE, DENSE} <= times.keys():
+            continue
+        kept = ("batch", "context", "new", "prefix", "q_heads", "kv_heads", "q_len", "dtype")
+        phase = "decode" if "batch" in case else "prefill"
+        floor, own = floors.dense_attention(case), times[OUR_DENSE]
+        made = {
+            "case": {key: case[key] for key in kept if key in case} | {"phase": phase},
+            "seconds": own,
+            "floor_seconds": floor.seconds,
+            "bound": floor.unit,
+            "rate": floor.amount / own / 1e12,
+            "rate_unit": "TB/s" if floor.unit == "bytes" else "TFLOP/s",
+            "baselines": {DENSE: times[DENSE]},
+        }
+        found.append(record | made)
+    return found
 
 
 def captured_sentence(records: Sequence[Record]) -> str:

@@ -1,4 +1,5 @@
-"""Times the kernels around the layers on one GPU: residual addition with norm, and embedding.
+"""Times the kernels around the layers on one GPU: residual addition with norm, the norm of chosen
+rows before the logits, and embedding.
 
 python -m m3trt.bench.norm
 
@@ -13,6 +14,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from random import randrange
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from m3trt.bench import kernel_library as kernels
 from m3trt.bench.kernel_library import COPY_TBS
 from m3trt.bench.needs import require_gpus
 
-HIDDEN, VOCAB = 6144, 200064
+HIDDEN, VOCAB, PROMPT = 6144, 200064, 32768
 LIBRARY = kernels.ROOT / "out" / "norm_kernels.so"
 SOURCES = (
     kernels.ROOT / "bench" / "norm_kernels.cu",
@@ -35,11 +37,19 @@ def random_rows(count: int) -> torch.Tensor:
     return torch.randn(count, HIDDEN, device="cuda", dtype=torch.bfloat16)
 
 
-def norm_call(library: ctypes.CDLL, tokens: int, check: bool) -> tuple[Launch, Launch]:
-    """Addition and norm of `tokens` rows, ours and torch's two kernels."""
+def norm_call(
+    library: ctypes.CDLL, chosen: bool, tokens: int, check: bool
+) -> tuple[Launch, Launch]:
+    """Addition and norm of `tokens` rows, ours and torch's two kernels.
+
+    Args:
+        chosen: as before the logits: rows by index, the sum not written. All in another order here;
+            torch's run on rows that are already in this order.
+    """
     x, residual, normed, total = (random_rows(tokens) for _ in range(4))
     weight = torch.rand(HIDDEN, device="cuda") + 0.5
-    memory = (x, residual, weight, None, normed, total)
+    rows = torch.randperm(tokens, device="cuda").int() if chosen else None
+    memory = (x, residual, weight, rows, normed, None if chosen else total)
 
     def ours() -> None:
         pointers = map(kernels.pointer, memory)
@@ -57,7 +67,10 @@ def norm_call(library: ctypes.CDLL, tokens: int, check: bool) -> tuple[Launch, L
     if check:
         ours()
         added = x + residual
-        assert torch.equal(total, added)
+        if rows is not None:
+            added = added[rows.long()]
+        else:
+            assert torch.equal(total, added)
         wide = added.double()
         exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
         error = ((normed.double() - exact).norm() / exact.norm()).item()
@@ -66,25 +79,34 @@ def norm_call(library: ctypes.CDLL, tokens: int, check: bool) -> tuple[Launch, L
 
 
 def embedding_call(
-    library: ctypes.CDLL, words: torch.Tensor, tokens: int, check: bool
+    library: ctypes.CDLL, table: torch.Tensor, prompt: bool, tokens: int, check: bool
 ) -> tuple[Launch, Launch]:
-    """Random rows of the vocabulary, ours and torch's `index_select`."""
+    """Random rows of the vocabulary, ours and torch's `index_select`.
+
+    Args:
+        table: the vocabulary, then the prompt table.
+        prompt: the middle half of the tokens is one image in the prompt table.
+    """
     ids = torch.randint(0, VOCAB, (tokens,), device="cuda", dtype=torch.int32)
+    if prompt:
+        count = max(1, tokens // 2)
+        start = VOCAB + randrange(PROMPT - count)
+        ids[tokens // 4 :][:count] = torch.arange(start, start + count, device="cuda")
     out = random_rows(tokens)
 
     def ours() -> None:
-        pointers = map(kernels.pointer, (ids, words, words, out))
+        pointers = map(kernels.pointer, (ids, table, table[VOCAB:], out))
         status = library.m3_bench_embedding(
             ctypes.c_int64(tokens), VOCAB, HIDDEN, *pointers, kernels.stream()
         )
         kernels.check(status)
 
     def torchs() -> None:
-        torch.index_select(words, 0, ids, out=out)
+        torch.index_select(table, 0, ids, out=out)
 
     if check:
         ours()
-        assert torch.equal(out, words[ids.long()])
+        assert torch.equal(out, table[ids.long()])
     return ours, torchs
 
 
@@ -107,15 +129,17 @@ def measure(op: str, tokens: int, passes: int, make: Callable[..., tuple[Launch,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and record every case."""
     parser = argparse.ArgumentParser(
-        prog="python -m m3trt.bench.norm", description="Time addition with norm, and embedding."
+        prog="python -m m3trt.bench.norm", description="Time the kernels around the layers."
     )
     parser.parse_args(argv)
     require_gpus(parser)
     library = kernels.compile_library(LIBRARY, SOURCES)
-    words = random_rows(VOCAB)
+    table = random_rows(VOCAB + PROMPT)
     for tokens in TOKENS:
-        measure("add_rms_norm", tokens, 4, partial(norm_call, library))
-        measure("embedding", tokens, 2, partial(embedding_call, library, words))
+        measure("add_rms_norm", tokens, 4, partial(norm_call, library, False))
+        measure("norm of chosen rows", tokens, 3, partial(norm_call, library, True))
+        measure("embedding", tokens, 2, partial(embedding_call, library, table, False))
+        measure("embedding with image", tokens, 2, partial(embedding_call, library, table, True))
     return 0
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from m3trt.bench import kernel_library as kernels
-from m3trt.bench.kernel_library import BF16_TFLOPS, BLOCK, HEAD, READ_TBS, Batch
+from m3trt.bench.floors import dense_attention
+from m3trt.bench.kernel_library import BLOCK, HEAD, Batch
 from m3trt.bench.needs import require_gpus
 
 ROTATED_BYTES = 300e6
@@ -65,7 +66,10 @@ def check(out: torch.Tensor, batch: Batch, q: torch.Tensor, kv: torch.Tensor, to
 def decode_case(
     library: ctypes.CDLL, size: int, context: int, heads: int, kv_heads: int, q_len: int
 ) -> None:
-    read = size * context * 2 * kv_heads * HEAD * 2
+    case = {"batch": size, "context": context, "q_heads": heads, "kv_heads": kv_heads}
+    case |= {"q_len": q_len, "dtype": "bfloat16", "phase": "decode"}  # type: ignore[dict-item]
+    floor = dense_attention(case)
+    read = floor.amount
     copies = max(1, min(64, int(ROTATED_BYTES // read) + 1))
     calls: list[Callable[[], Any]] = []
     for i in range(copies):
@@ -76,10 +80,7 @@ def decode_case(
             check(call(), batch, q, kv, batch.num_tokens - 1)
         calls.append(call)
     seconds = kernels.graph_seconds(calls, rounds=4 if read > 5e9 else max(1, 8 // copies))
-    case = {"batch": size, "context": context, "q_heads": heads, "kv_heads": kv_heads}
-    case |= {"q_len": q_len, "dtype": "bfloat16", "phase": "decode"}  # type: ignore[dict-item]
-    record = kernels.gpu_record(case, seconds, read / (READ_TBS * 1e12), "bytes")
-    kernels.report("paged_attention", record)
+    kernels.report("paged_attention", kernels.gpu_record(case, seconds, floor.seconds, "bytes"))
 
 
 def sdpa_seconds(new: int, heads: int) -> dict[str, float]:
@@ -106,7 +107,6 @@ def prefill_case(
 ) -> None:
     batch = Batch.make([prefix + new], new=[new])
     kv, q = pool(batch.num_pages, kv_heads), queries(batch, heads)
-    products = 4 * HEAD * heads * (new * prefix + new * (new + 1) / 2)
     baselines = sdpa_seconds(new, heads) if prefix == 0 else {}
     for wgmma in (True, False) if kernels.has_wgmma() else (False,):
         call = kernels.prefill(library, batch, q, kv, wgmma)
@@ -116,7 +116,7 @@ def prefill_case(
         case = {"new": new, "prefix": prefix, "q_heads": heads, "kv_heads": kv_heads}
         kernel = "sm90" if wgmma else "smxx"
         case |= {"dtype": "bfloat16", "phase": "prefill", "kernel": kernel}  # type: ignore[dict-item]
-        record = kernels.gpu_record(case, seconds, products / (BF16_TFLOPS * 1e12), "flops")
+        record = kernels.gpu_record(case, seconds, dense_attention(case).seconds, "flops")
         kernels.report("paged_attention", record | {"baselines": baselines, "runs": 5})
 
 

@@ -21,17 +21,19 @@ SECTIONS = {
     "gemm": "Gemm, every projection",
     "moe": "Mixture of experts, one layer",
     "paged_attention": "Dense paged attention, one layer",
+    "dense": f"Dense paged attention beside {msa_report.DENSE}, one layer",
     "cache_update": "Norm, rotation and cache write, one layer",
     "norm": "Residual addition with norm, and embedding",
     "slice": "Whole steps",
     "collectives": "Collectives of a captured step on two GPUs",
     "load": "Weights of a rank from a safetensors file onto the GPU",
 }
-"""Benches with a plain table, in order; msa_report has those of MSA."""
+"""Benches with plain tables, in order, and `dense` (summary.dense); msa_report has those of MSA."""
 NOTES = {
     "moe": "vLLM's figure leaves out its router, alignment, activation and sum, which are in our"
     " time. What compares with it is `its GEMMs alone`: our experts' products, with SwiGLU. Short"
     " steps, which are one kernel, and earlier records have no such figure.",
+    "dense": "As `decode` and `prefill` timed both beside MSA.",
     "slice": "The slice is one dense and five sparse layers, the rank all 60 without all-reduces."
     " Between the plain MSA kernels and those of now, norms, embedding and the experts of short"
     " decode steps changed as well.",
@@ -138,7 +140,7 @@ def full(results: Path = RESULTS) -> str:
     parts = [HEAD + read_back(results), *msa]
     slices = summary.eras(load_all("slice", results))
     for bench, title in SECTIONS.items():
-        newest = load(bench, results)
+        newest = summary.dense(results) if bench == "dense" else load(bench, results)
         records = sorted(summary.steps(newest), key=order)
         if records:
             note = NOTES.get(bench, "")

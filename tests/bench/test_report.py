@@ -55,8 +55,8 @@ def test_every_record_has_a_row() -> None:
     captured = [case for case in cases if "captured_for" in case]
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     heads = sum(set(line) <= set("|- ") for line in rows)
-    fp8 = len(records.load("fp8_effect"))
-    assert len(rows) - 2 * heads == len(cases) - len(captured) + len(before) + fp8
+    more = len(records.load("fp8_effect")) + len(summary.dense())
+    assert len(rows) - 2 * heads == len(cases) - len(captured) + len(before) + more
 
 
 def test_what_was_slower_is_said() -> None:
@@ -105,6 +105,29 @@ def test_table_says_what_failed_and_what_was_beside() -> None:
 )
 def test_duration(seconds: float | None, text: str) -> None:
     assert report.duration(seconds) == text
+
+
+def test_dense_attention_is_read_from_the_records_of_msa() -> None:
+    peers = {"vLLM 0.24.0": 1e-3}
+    both = peers | {msa_report.OUR_DENSE: 2e-3, msa_report.DENSE: 3e-3}
+    decode = {"batch": 8, "context": 131072, "q_len": 1, "index_heads": 4, "shared_pages": False}
+    chunk = {"new": 8192, "prefix": 0, "index_heads": 4}
+    made = [
+        {"case": decode | summary.TP1, "seconds": 1e-4, "baselines": both, "commit": "abc"},
+        {"case": chunk | summary.TP1, "seconds": 1e-4, "baselines": both, "commit": "abc"},
+        {"case": chunk | summary.TP1, "seconds": 1e-4, "baselines": peers},
+        {"case": decode | summary.TP1 | {"captured_for": 1 << 20}, "baselines": both},
+        {"case": chunk | summary.TP1 | {"new": "[1, 2]", "prefix": "[3, 4]"}, "baselines": both},
+    ]
+    of_decode, of_chunk = msa_report.dense_records(made)
+    case = {"batch": 8, "context": 131072, "q_len": 1, **summary.TP1, "phase": "decode"}
+    assert of_decode["case"] == case
+    assert (of_decode["commit"], of_decode["seconds"]) == ("abc", 2e-3)
+    assert of_decode["baselines"] == {msa_report.DENSE: 3e-3}
+    assert of_decode["rate"] == pytest.approx(8 * 131072 * 2048 / 2e-3 / 1e12)
+    assert of_decode["rate"] * 2e-3 == pytest.approx(4.69 * of_decode["floor_seconds"])
+    assert of_chunk["rate"] * 2e-3 == pytest.approx(703 * of_chunk["floor_seconds"])
+    assert "decode 1.50x to 1.50x" in summary.dense_sentence([of_decode])
 
 
 def test_attention_alone_beside_vllm() -> None:
