@@ -8,29 +8,18 @@
 namespace m3::kernels {
 namespace {
 
-constexpr int THREADS = 256;
-constexpr int LANES = 8;                // of a head, sixteen channels each: a team
-constexpr int TEAMS = THREADS / LANES;  // heads at once
-constexpr int HALF = 8;                 // channels side by side
-constexpr int MAX_TOKENS = 16;          // of a block
-constexpr int64_t MANY_HEADS = 160;     // of a block
-constexpr int64_t FEW_TOKENS = 512;     // blocks that just fill a GPU
-static_assert(kHeadSize == LANES * 2 * HALF, "a team holds one head");
+constexpr int MAX_THREADS = 256;  // of a block
+constexpr int MIN_THREADS = 128;
+constexpr int LANES = 8;               // of a head: a team
+constexpr int CHUNK = 8;               // channels side by side, of which a lane has two
+constexpr int HALF = LANES * CHUNK;    // from a lane's one to its other one
+constexpr int MAX_TOKENS = 16;         // of a block
+constexpr int64_t MANY_ROUNDS = 5;     // of a block's teams
+constexpr int64_t FEW_TOKENS = 512;    // blocks that just fill a GPU
+constexpr int64_t MANY_TOKENS = 8192;  // from here on, blocks of few heads are small
+constexpr int64_t FEW_HEADS = 16;
+static_assert(kHeadSize == 2 * HALF, "a team holds one head");
 static_assert(MAX_TOKENS <= 32, "a warp locates the tokens of a block");
-
-// A lane's sixteen channels of a head: eight from `low` on and eight from `low + step` on. Where
-// the head turns, these are pairs, so that a lane needs no other. Neighbours have neighbouring
-// channels.
-struct Channels {
-  int low, step;
-
-  __device__ Channels(int lane, int rotary_dim) {
-    int const half = rotary_dim / 2, from = HALF * lane;
-    bool const turn = from < half;
-    low = turn ? from : from + half;
-    step = turn ? half : kHeadSize / 2 - half;
-  }
-};
 
 enum Kind : int { kQ, kK, kV, kIndexQ, kIndexK, kKinds };
 
@@ -56,37 +45,48 @@ struct Token {
   bool padding;
 };
 
-// Both as the lanes of a team read them, four floats each: low, low + 4, high, high + 4 of a norm's
-// weights, cosines (two) and sines (two) of a token's pairs.
+// Four floats each, as the lanes of a team read them.
+using Fours = float[2][LANES][4];
+
+// kChunks: those of a lane that may turn.
+template <int kChunks>
 struct Shared {
-  alignas(16) float norms[kKinds][4][LANES][4];
-  alignas(16) float angles[MAX_TOKENS][4][LANES][4];
+  alignas(16) Fours norms[kKinds][2];  // of values: ones
+  alignas(16) Fours cosines[MAX_TOKENS][kChunks];
+  alignas(16) Fours sines[MAX_TOKENS][kChunks];  // negative for the first of a pair
   Token tokens[MAX_TOKENS];
 };
 
-__device__ void load_norm(float const* weight, int rotary_dim, float (&to)[4][LANES][4]) {
-  int const part = threadIdx.x / 32, lane = threadIdx.x % 32 / 4, i = threadIdx.x % 4;
-  if (weight == nullptr || part >= 4) return;
-  Channels const at(lane, rotary_dim);
-  to[part][lane][i] = weight[at.low + (part < 2 ? 0 : at.step) + part % 2 * 4 + i];
+__device__ float& of_channel(Fours* chunks, int channel) {
+  return chunks[channel / HALF][channel % CHUNK / 4][channel % HALF / CHUNK][channel % 4];
+}
+
+__device__ void load_norm(float const* weight, Fours* to) {
+  static_assert(MIN_THREADS >= kHeadSize, "a thread brings one weight");
+  if (weight == nullptr || threadIdx.x >= kHeadSize) return;
+  of_channel(to, static_cast<int>(threadIdx.x)) = weight[threadIdx.x];
 }
 
 // All threads. Channels that do not turn get an angle of zero.
+template <int kChunks>
 __device__ void prepare_angles(CacheUpdateParams const& p, int first_token, int num_tokens,
-                               float (*to)[4][LANES][4]) {
-  constexpr int PAIRS = kHeadSize / 2;
-  for (int i = threadIdx.x; i < num_tokens * PAIRS; i += THREADS) {
+                               Shared<kChunks>& shared) {
+  constexpr int PAIRS = kChunks * HALF / 2;
+  int const half = p.rotary_dim / 2;
+  for (int i = threadIdx.x; i < num_tokens * PAIRS; i += blockDim.x) {
     int const token = i / PAIRS, pair = i % PAIRS;
+    int low = 2 * pair, high = low + 1;
     float sine = 0.f, cosine = 1.f;
-    if (pair < p.rotary_dim / 2) {
+    if (pair < half) {
+      low = pair, high = pair + half;
       // Angles reach a million radians: the accurate sincosf, never the fast one. Positions are
       // exact below 2^24.
       float const position = static_cast<float>(p.position_ids[first_token + token]);
       sincosf(position * p.inv_freq[pair], &sine, &cosine);
     }
-    int const part = pair % HALF / 4, lane = pair / HALF;
-    to[token][part][lane][pair % 4] = cosine;
-    to[token][part + 2][lane][pair % 4] = sine;
+    of_channel(shared.cosines[token], low) = of_channel(shared.cosines[token], high) = cosine;
+    of_channel(shared.sines[token], low) = -sine;
+    of_channel(shared.sines[token], high) = sine;
   }
 }
 
@@ -115,14 +115,14 @@ __device__ Token place_token(CacheUpdateParams const& p, Heads const& heads, int
 // soon: both leave the L2 cache before other data.
 template <class T>
 struct Stored {
-  static constexpr int PACKS = HALF / Pack<T>::SIZE;
+  static constexpr int PACKS = CHUNK / Pack<T>::SIZE;
   Pack<T> packs[PACKS];
 
   __device__ void load(T const* from) {
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) packs[i] = {__ldcs(reinterpret_cast<uint4 const*>(from) + i)};
   }
-  __device__ void unpack(float (&x)[HALF]) const {
+  __device__ void unpack(float (&x)[CHUNK]) const {
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {
       float part[Pack<T>::SIZE];
@@ -134,10 +134,10 @@ struct Stored {
 };
 
 template <class T>
-__device__ void store(T* to, float const (&x)[HALF]) {
+__device__ void store(T* to, float const (&x)[CHUNK]) {
   constexpr int SIZE = Pack<T>::SIZE;
 #pragma unroll
-  for (int i = 0; i < HALF / SIZE; ++i) {
+  for (int i = 0; i < CHUNK / SIZE; ++i) {
     float part[SIZE];
 #pragma unroll
     for (int j = 0; j < SIZE; ++j) part[j] = x[i * SIZE + j];
@@ -145,148 +145,195 @@ __device__ void store(T* to, float const (&x)[HALF]) {
   }
 }
 
-__device__ void store(__nv_fp8_e4m3* to, float const (&x)[HALF]) {
+__device__ void store(__nv_fp8_e4m3* to, float const (&x)[CHUNK]) {
   __nv_fp8x4_e4m3 const fours[] = {__nv_fp8x4_e4m3(make_float4(x[0], x[1], x[2], x[3])),
                                    __nv_fp8x4_e4m3(make_float4(x[4], x[5], x[6], x[7]))};
   __stcs(reinterpret_cast<uint2*>(to), make_uint2(fours[0].__x, fours[1].__x));
 }
 
-// A lane's part of a head.
+// Where the other channels of a lane's pairs are.
+template <int kChunks>
+struct Others {
+  int chunk[kChunks], lane[kChunks];
+
+  __device__ Others(int own_lane, int rotary_dim) {
+    int const half = rotary_dim / 2 / CHUNK;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      int const own = own_lane + i * LANES;
+      int const other = own < half ? own + half : own < 2 * half ? own - half : own;
+      chunk[i] = other / LANES, lane[i] = other % LANES;
+    }
+  }
+};
+
+// A lane's part of a head: the channels from CHUNK * lane on and those HALF further on, so that a
+// team moves whole lines. The other channels of its pairs come from other lanes.
 struct Part {
-  float low[HALF], high[HALF];
+  float x[2][CHUNK];
 
   template <class T>
-  __device__ void store_to(T* to, int step) const {
-    store(to, low);
-    store(to + step, high);
+  __device__ void store_to(T* to) const {
+    store(to, x[0]);
+    store(to + HALF, x[1]);
   }
 
-  // Over the team.
+  // Over the team; the whole warp calls it.
   __device__ float sum_of_squares() const {
     float a = 0.f, b = 0.f;
 #pragma unroll
-    for (int i = 0; i < HALF; ++i) a = fmaf(low[i], low[i], a), b = fmaf(high[i], high[i], b);
+    for (int i = 0; i < CHUNK; ++i) a = fmaf(x[0][i], x[0][i], a), b = fmaf(x[1][i], x[1][i], b);
     float sum = a + b;
 #pragma unroll
     for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     return sum;
   }
 
-  __device__ void scale(float const (*norm)[LANES][4], int lane, float factor) {
-    float a[HALF], b[HALF];
-    read(norm, lane, a);
-    read(norm + 2, lane, b);
+  __device__ void scale(Fours const* norm, int lane, float factor) {
 #pragma unroll
-    for (int i = 0; i < HALF; ++i) low[i] *= factor * a[i], high[i] *= factor * b[i];
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      float weight[CHUNK];
+      read(norm[chunk], lane, weight);
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) x[chunk][i] *= factor * weight[i];
+    }
   }
 
   __device__ void divide(float by) {
 #pragma unroll
-    for (int i = 0; i < HALF; ++i) low[i] /= by, high[i] /= by;
+    for (int i = 0; i < CHUNK; ++i) x[0][i] /= by, x[1][i] /= by;
   }
 
-  __device__ void turn(float const (*angles)[LANES][4], int lane) {
-    float cosine[HALF], sine[HALF];
-    read(angles, lane, cosine);
-    read(angles + 2, lane, sine);
+  // The whole warp calls it.
+  template <int kChunks>
+  __device__ void exchange(Others<kChunks> const& with, float (&other)[kChunks][CHUNK]) const {
 #pragma unroll
-    for (int i = 0; i < HALF; ++i) {
-      float const x = low[i], y = high[i];
-      low[i] = x * cosine[i] - y * sine[i];
-      high[i] = y * cosine[i] + x * sine[i];
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+        other[chunk][i] = __shfl_sync(~0u, x[0][i], with.lane[chunk], LANES);
+        if constexpr (kChunks > 1) {
+          float const far = __shfl_sync(~0u, x[1][i], with.lane[chunk], LANES);
+          if (with.chunk[chunk] == 1) other[chunk][i] = far;
+        }
+      }
+    }
+  }
+
+  template <int kChunks>
+  __device__ void turn(Fours const* cosines, Fours const* sines, int lane,
+                       float const (&other)[kChunks][CHUNK]) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      float cosine[CHUNK], sine[CHUNK];
+      read(cosines[chunk], lane, cosine);
+      read(sines[chunk], lane, sine);
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+        x[chunk][i] = x[chunk][i] * cosine[i] + other[chunk][i] * sine[i];
+      }
     }
   }
 
  private:
-  __device__ static void read(float const (*parts)[LANES][4], int lane, float (&x)[HALF]) {
+  __device__ static void read(Fours const& fours, int lane, float (&to)[CHUNK]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float4 const four = *reinterpret_cast<float4 const*>(parts[i][lane]);
-      x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+      float4 const four = *reinterpret_cast<float4 const*>(fours[i][lane]);
+      to[4 * i] = four.x, to[4 * i + 1] = four.y, to[4 * i + 2] = four.z, to[4 * i + 3] = four.w;
     }
   }
 };
 
-// Norm and rotation unless it is a value, and to where it belongs. `kScaled`: there are scales.
-template <class T, bool kScaled>
-__device__ void finish_head(CacheUpdateParams const& p, Shared const& shared, int token, int kind,
-                            unsigned head, Channels const& at, int lane, Part& part,
-                            float squares) {
+// Rotation unless it is a value, and to where it belongs. `kScaled`: there are scales.
+template <class T, bool kScaled, int kChunks>
+__device__ void finish_head(CacheUpdateParams const& p, Shared<kChunks> const& shared, int token,
+                            int kind, int head, int lane, Part& part,
+                            float const (&other)[kChunks][CHUNK]) {
   Token const& place = shared.tokens[token];
   char* const to = place.to[kind];
   if (to == nullptr) return;
-  unsigned const first = head * kHeadSize + at.low;
+  auto const first = static_cast<unsigned>(head * kHeadSize + lane * CHUNK);
   T* const out = reinterpret_cast<T*>(to + first * unsigned{sizeof(T)});
-  if (place.padding) return Part{}.store_to(out, at.step);
-  auto const turn = [&] {
-    part.scale(shared.norms[kind], lane, rsqrtf(squares / kHeadSize + p.epsilon));
-    part.turn(shared.angles[token], lane);
-  };
+  if (place.padding) return Part{}.store_to(out);
+  if (kind != kV) part.turn(shared.cosines[token], shared.sines[token], lane, other);
   if constexpr (kScaled) {
     float const* const scale = kind == kK || kind == kV ? p.kv_scale
                                : kind == kIndexK        ? p.index_scale
                                                         : nullptr;
     if (scale != nullptr) {
-      if (kind != kV) turn();
       part.divide(*scale);
-      return part.store_to(reinterpret_cast<__nv_fp8_e4m3*>(to + first), at.step);
+      return part.store_to(reinterpret_cast<__nv_fp8_e4m3*>(to + first));
     }
   }
-  if (kind == kV) return part.store_to(out, at.step);
-  turn();
-  part.store_to(out, at.step);
+  part.store_to(out);
 }
+
+struct Steps {
+  int32_t block_tokens;
+  int32_t tokens, heads;  // from a team's head to its next one
+  bool fill;              // the blocks alone fill the GPU
+};
 
 // Grid: (groups of tokens, parts of their heads). Teams go through the heads of all tokens of their
 // block; while one is turned the next is on its way.
-template <class T, bool kScaled>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 4 : 2)
-    cache_update_kernel(__grid_constant__ CacheUpdateParams const p, int tokens_per_block) {
-  __shared__ Shared shared;
-  let_next_kernel_start();
-  load_norm(p.q_norm, p.rotary_dim, shared.norms[kQ]);  // no kernel writes them
-  load_norm(p.k_norm, p.rotary_dim, shared.norms[kK]);
-  load_norm(p.index_q_norm, p.rotary_dim, shared.norms[kIndexQ]);
-  load_norm(p.index_k_norm, p.rotary_dim, shared.norms[kIndexK]);
+template <class T, bool kScaled, int kChunks>
+__global__ void __launch_bounds__(MAX_THREADS, sizeof(T) == 2 ? 4 : 2)
+    cache_update_kernel(__grid_constant__ CacheUpdateParams const p,
+                        __grid_constant__ Steps const steps) {
+  __shared__ Shared<kChunks> shared;
+  if (!steps.fill) let_next_kernel_start();
+  load_norm(p.q_norm, shared.norms[kQ]);  // no kernel writes them
+  load_norm(p.k_norm, shared.norms[kK]);
+  load_norm(p.index_q_norm, shared.norms[kIndexQ]);
+  load_norm(p.index_k_norm, shared.norms[kIndexK]);
+  if (threadIdx.x < kHeadSize) of_channel(shared.norms[kV], threadIdx.x) = 1.f;
 
   Heads const heads(p);
-  int const first_token = blockIdx.x * tokens_per_block;
-  int const num_tokens = min(tokens_per_block, p.tokens.num_tokens - first_token);
-  int const rows = num_tokens * heads.count, step = gridDim.y * TEAMS;
+  int const first_token = blockIdx.x * steps.block_tokens;
+  int const num_tokens = min(steps.block_tokens, p.tokens.num_tokens - first_token);
+  int const teams = blockDim.x / LANES;
+  int const rows = num_tokens * heads.count, step = gridDim.y * teams;
   int const lane = threadIdx.x % LANES;
-  Channels const at(lane, p.rotary_dim);
-  int row = blockIdx.y * TEAMS + threadIdx.x / LANES;
+  int row = blockIdx.y * teams + threadIdx.x / LANES;
   T const* from = static_cast<T const*>(p.qkv) +
-                  (int64_t{first_token} * heads.count + row) * kHeadSize + at.low;
-  Stored<T> low, high;
+                  (int64_t{first_token} * heads.count + row) * kHeadSize + lane * CHUNK;
+  Stored<T> stored[2];
   auto const load_head = [&] {
     if (row >= rows) return;
-    low.load(from);
-    high.load(from + at.step);
+    stored[0].load(from);
+    stored[1].load(from + HALF);
   };
 
-  if (int const token = THREADS - 1 - static_cast<int>(threadIdx.x); token < num_tokens) {
+  if (int const token = static_cast<int>(blockDim.x - 1 - threadIdx.x); token < num_tokens) {
     shared.tokens[token] = place_token<T>(p, heads, first_token + token);
   }
-  prepare_angles(p, first_token, num_tokens, shared.angles);
+  prepare_angles(p, first_token, num_tokens, shared);
   wait_for_previous_kernel();  // so far only inputs of the step were used
   load_head();
+  if (steps.fill) let_next_kernel_start();  // earlier its blocks would be in the way
   __syncthreads();
 
-  int token = row / heads.count, head = row % heads.count;
-  int const token_step = step / heads.count, head_step = step % heads.count;
+  Others<kChunks> const others(lane, p.rotary_dim);
+  int token = static_cast<int>(static_cast<unsigned>(row) / static_cast<unsigned>(heads.count));
+  int head = row - token * heads.count;
   // All teams of a warp go round equally often: they meet in the sums of the norm.
   for (int const ahead = threadIdx.x % 32 / LANES; row - ahead < rows;) {
     Part part;
-    low.unpack(part.low);
-    high.unpack(part.high);
+    stored[0].unpack(part.x[0]);
+    stored[1].unpack(part.x[1]);
     row += step, from += int64_t{step} * kHeadSize;
     load_head();
+    int const kind = heads.kind(head);
     float const squares = part.sum_of_squares();
+    float const factor = kind == kV ? 1.f : rsqrtf(squares / kHeadSize + p.epsilon);
+    part.scale(shared.norms[kind], lane, factor);
+    float other[kChunks][CHUNK];
+    part.exchange(others, other);
     if (token < num_tokens) {
-      finish_head<T, kScaled>(p, shared, token, heads.kind(head), head, at, lane, part, squares);
+      finish_head<T, kScaled>(p, shared, token, kind, head, lane, part, other);
     }
-    token += token_step, head += head_step;
+    token += steps.tokens, head += steps.heads;
     if (head >= heads.count) head -= heads.count, ++token;
   }
 }
@@ -295,16 +342,22 @@ template <class T, bool kScaled>
 cudaError_t launch(CacheUpdateParams const& p, cudaStream_t stream) {
   int64_t const tokens = p.tokens.num_tokens;
   int64_t const heads = Heads(p).count;
+  int64_t const threads = tokens >= MANY_TOKENS && heads <= FEW_HEADS ? MIN_THREADS : MAX_THREADS;
+  int64_t const teams = threads / LANES;
   // Few tokens: their heads spread over the GPU. Many: several share what a block prepares.
-  int64_t const parts = tokens < FEW_TOKENS ? ceil_div(heads, TEAMS) : 1;
+  int64_t const parts = tokens < FEW_TOKENS ? ceil_div(heads, teams) : 1;
   int64_t each = 1;
-  while (2 * each <= MAX_TOKENS && 2 * each * heads <= MANY_HEADS &&
+  while (2 * each <= MAX_TOKENS && 2 * each * heads <= MANY_ROUNDS * teams &&
          2 * each * FEW_TOKENS <= tokens) {
     each *= 2;
   }
   dim3 const grid(static_cast<unsigned>(ceil_div(tokens, each)), static_cast<unsigned>(parts));
-  return launch_behind(cache_update_kernel<T, kScaled>, grid, dim3(THREADS), 0, stream, p,
-                       static_cast<int>(each));
+  int64_t const step = parts * teams;
+  Steps const steps{static_cast<int32_t>(each), static_cast<int32_t>(step / heads),
+                    static_cast<int32_t>(step % heads), tokens >= FEW_TOKENS};
+  auto const kernel = p.rotary_dim <= HALF ? cache_update_kernel<T, kScaled, 1>
+                                           : cache_update_kernel<T, kScaled, 2>;
+  return launch_behind(kernel, grid, dim3(static_cast<unsigned>(threads)), 0, stream, p, steps);
 }
 
 }  // namespace

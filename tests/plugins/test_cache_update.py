@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import paged_reference as reference
 import plugin_harness as harness
@@ -36,6 +36,7 @@ class Shape:
     kv_heads: int
     index: str = ""  # dtype of the index cache; none on a dense layer
     index_heads: int = 0
+    rotary: int = ROTARY
 
     @property
     def row_count(self) -> int:
@@ -71,7 +72,7 @@ def node(shape: Shape) -> Node:
         Port("position_ids", "int32", ("tokens",)),
         *PACKED_PORTS,
         kv,
-        Port("inv_freq", "f32", (ROTARY // 2,)),
+        Port("inv_freq", "f32", (shape.rotary // 2,)),
         Port("q_norm", "f32", (HEAD,)),
         Port("k_norm", "f32", (HEAD,)),
     ]
@@ -101,7 +102,7 @@ def node(shape: Shape) -> Node:
         ("num_index_heads", shape.index_heads),
         ("head_size", HEAD),
         ("index_head_size", HEAD),
-        ("rotary_dim", ROTARY),
+        ("rotary_dim", shape.rotary),
         ("epsilon", EPSILON),
     )
     return Node("M3CacheUpdate", tuple(inputs), tuple(outputs), attributes, tuple(aliases))
@@ -147,7 +148,8 @@ def make_inputs(step: Step, shape: Shape, v_scale: float = 1.0) -> dict[str, Ten
     inputs = dict(step.inputs)
     inputs["qkv"] = qkv.flatten(1).to(DTYPES[shape.dtype])
     inputs["kv_cache"] = kv_pool(step, shape.kv_heads, shape.kv, seed=20)
-    inputs["inv_freq"] = 1.0 / THETA ** (torch.arange(0, ROTARY, 2, dtype=torch.float32) / ROTARY)
+    exponents = torch.arange(0, shape.rotary, 2, dtype=torch.float32) / shape.rotary
+    inputs["inv_freq"] = 1.0 / THETA**exponents
     for i, name in enumerate(("q_norm", "k_norm", "index_q_norm", "index_k_norm")):
         inputs[name] = 1 + normal(30 + i, HEAD) * 0.3
     if shape.index:
@@ -235,9 +237,10 @@ def test_long_contexts(shape: str) -> None:
 @pytest.mark.full
 @gpu
 @pytest.mark.parametrize("shape", ["dense-bf16", "sparse-e4m3-kv", "sparse-e4m3-both"])
-@pytest.mark.parametrize("tokens", [1029, 4205])
+@pytest.mark.parametrize("tokens", [1029, 4205, 8205])
 def test_long_steps(tokens: int, shape: str) -> None:
-    """From 1,024 tokens on a block takes two tokens, from 4,096 on eight; the last takes fewer."""
+    """From 1,024 tokens on a block takes two tokens, from 4,096 on up to eight, from 8,192 on four
+    where it is small, as blocks of few heads are; the last takes fewer."""
     rest = tokens - 705
     batch = make_step(
         [Request(rest, rest + 100), Request(0, 0), Request(300, 300), Request(400, 1000)],
@@ -246,6 +249,17 @@ def test_long_steps(tokens: int, shape: str) -> None:
     assert batch.num_tokens == tokens
     inputs = make_inputs(batch, SHAPES[shape])
     check(batch, SHAPES[shape], inputs, harness.run(node(SHAPES[shape]), inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@gpu
+@pytest.mark.parametrize("shape", ["sparse-bf16", "sparse-e4m3-both"])
+@pytest.mark.parametrize("rotary", [16, 48, 80, 128])
+def test_other_channels_turn(rotary: int, shape: str) -> None:
+    batch, other = STEPS["mixed"](), replace(SHAPES[shape], rotary=rotary)
+    inputs = make_inputs(batch, other)
+    check(batch, other, inputs, harness.run(node(other), inputs))
 
 
 @pytest.mark.gpu
