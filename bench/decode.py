@@ -41,7 +41,7 @@ K, M = 1024, 1 << 20
 RAGGED = "11k..236k"
 PARTS = {"select": "decode_index_select", "attend": "decode_attention", "total": "decode_total"}
 ALL = tuple(PARTS)
-RUNS, SPARSE_LAYERS, LONG = 7, 57, 20e-3
+RUNS, SPARSE_LAYERS, LONG = 7, 57, 5e-3
 
 
 @dataclass(frozen=True)
