@@ -39,6 +39,37 @@ __device__ inline int32_t scored_blocks(BlockSelectParams const& p, DecodeReques
   return r.num_tokens <= 0 || sees_all ? 0 : min(own, p.tokens.max_pages);
 }
 
+// A row of the round's results: a token of a request and an index head.
+struct SelectedRow {
+  DecodeRequest request;
+  int32_t token, head;
+
+  __device__ static SelectedRow at(BlockSelectParams const& p, Round const& round, int32_t row) {
+    int32_t const heads = p.num_index_heads;
+    return {request_at(p, round.first + row / heads / p.decode_length),
+            row / heads % p.decode_length, row % heads};
+  }
+  __device__ bool exists() const { return token < request.num_tokens; }
+  __device__ int32_t* ids(BlockSelectParams const& p) const {
+    return p.block_ids +
+           (int64_t{head} * p.tokens.num_tokens + request.first_token + token) * p.top_k;
+  }
+};
+
+__device__ inline void prefetch(void const* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Which pages a block takes follows from lengths that have to be read first. Until then the
+// requests' rows of the page table come to L2, as far as a line a thread goes.
+__device__ inline void prefetch_tables(BlockSelectParams const& p, Round const& round) {
+  int64_t const first = p.tokens.num_requests - p.num_decode_requests + round.first;
+  int64_t const at = int64_t{blockIdx.x * blockDim.x + threadIdx.x} * 32;
+  if (at < int64_t{round.count} * p.tokens.max_pages) {
+    prefetch(p.tokens.block_offsets + first * p.tokens.max_pages + at);
+  }
+}
+
 // What a block of threads keeps of a page.
 struct Page {
   int32_t id;     // -1: missing
@@ -179,6 +210,14 @@ struct PageTable {
       }
       if (base + lane < last) pages[place(base + lane)] = mine;
     }
+  }
+
+  // Later ones, which nobody waits for: out of line, its code would be in the way.
+  __device__ __noinline__ void fill_later(BlockSelectParams const& p, Round const& round,
+                                          int32_t begin, int32_t first, int32_t last) {
+    PageCursor cursor(p, round);
+    cursor.count_pages();
+    fill(cursor, begin, first, last);
   }
 };
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels/arriving_ids.cuh"
 #include "kernels/decode_select_slices.cuh"
 #include "kernels/smxx_decode_select.h"
 #include "kernels/this_device.h"
@@ -260,14 +261,40 @@ __device__ void for_each_score(Table const& table, BlockSelectParams const& p, R
   }
 }
 
+// Whether a row gets 512 threads.
+__host__ __device__ bool is_wide(int32_t rows, int32_t max_pages, int32_t processors) {
+  return rows <= processors / 2 && max_pages > LONG_ROW;
+}
+
 // Either the selection starts when the scores' blocks do and waits for their end, or it starts when
 // no old score is left and waits for each new one. The latter is quicker where scoring takes longer
 // than the start of a kernel, unless so many selections wait, or each for so many scores, that they
 // disturb the scores.
-__device__ bool selects_behind(BlockSelectParams const& p, Round const& round, int64_t pages) {
+__device__ bool selects_behind(BlockSelectParams const& p, Round const& round, int32_t pages) {
   int32_t const rows = round.count * p.decode_length * p.num_index_heads;
-  bool const few = rows <= 2 * round.processors && pages <= int64_t{round.count} * LONG_ROW;
+  bool const few =
+      rows <= 2 * round.processors && (pages <= int64_t{round.count} * LONG_ROW ||
+                                       is_wide(rows, p.tokens.max_pages, round.processors));
   return pages <= round.processors || pages > (few ? 64 : 32) * round.processors;
+}
+
+// The row that this block of the scores marks (arriving_ids.cuh), if any.
+__device__ int32_t* row_to_mark(BlockSelectParams const& p, Round const& round) {
+  int32_t const rows = round.count * p.decode_length * p.num_index_heads;
+  if (round.count != p.num_decode_requests || rows > static_cast<int32_t>(gridDim.x) ||
+      static_cast<int32_t>(blockIdx.x) >= rows) {
+    return nullptr;
+  }
+  auto const row = SelectedRow::at(p, round, static_cast<int32_t>(blockIdx.x));
+  return row.exists() ? row.ids(p) : nullptr;
+}
+
+// The kernel in front may have yet to write them.
+__device__ void prefetch_queries(BlockSelectParams const& p, uint32_t request) {
+  int32_t const row = p.num_index_heads * kHeadSize, i = threadIdx.x * 64;
+  if (i < num_tokens_of(request) * row) {
+    prefetch(static_cast<Bf16 const*>(p.index_q) + int64_t{first_token_of(request)} * row + i);
+  }
 }
 
 // Grid: as many blocks as the GPU runs at once.
@@ -279,12 +306,15 @@ __global__ void __launch_bounds__(THREADS, kColumns <= 8 ? 2 : 1)
   using Ring = SliceRing<C, kStages, S::PAGES>;
   constexpr int OF_PAGE = Slices<C>::OF_PAGE;
   extern __shared__ __align__(128) uint8_t memory[];
+  prefetch_tables(p, round);
   PageCursor cursor(p, round);
-  int64_t const total = cursor.count_pages();
+  int32_t const total = cursor.count_pages();
   bool const early = selects_behind(p, round, total);
   if (early) let_next_kernel_start();
-  auto const begin = static_cast<int32_t>(total * blockIdx.x / gridDim.x);
-  auto const end = static_cast<int32_t>(total * (blockIdx.x + 1) / gridDim.x);
+  auto const blocks = static_cast<int32_t>(gridDim.x), block = static_cast<int32_t>(blockIdx.x);
+  int32_t const each = total / blocks, longer = total % blocks;
+  int32_t const begin = each * block + min(block, longer);
+  int32_t const end = begin + each + (block < longer ? 1 : 0);
   if (begin == end) {
     wait_for_previous_kernel();
     let_next_kernel_start();
@@ -304,11 +334,16 @@ __global__ void __launch_bounds__(THREADS, kColumns <= 8 ? 2 : 1)
   Ring ring(p, table, pool_begin, pages, spared, memory + warp * Ring::BYTES, shared);
 #pragma unroll 1
   for (int s = 0; s < kStages; ++s) ring.template load<true>(s);
-  table.fill(cursor, begin, S::PAGES, min(pages, 2 * S::PAGES));
+  if (pages > S::PAGES) table.fill_later(p, round, begin, S::PAGES, min(pages, 2 * S::PAGES));
   scores.clear();
   __syncthreads();
+  prefetch_queries(p, table[0].request());
+  float const scale = p.index_scale == nullptr ? 1.f : *p.index_scale;
+  int32_t* const marked = warp == CLEARING_WARP && !early ? row_to_mark(p, round) : nullptr;
   wait_for_previous_kernel();
   if (warp == CLEARING_WARP && !early) {
+    int32_t const lane = threadIdx.x % 32;
+    if (marked != nullptr && lane < p.top_k) marked[lane] = kIdToCome;
     for_each_score(table, p, round, 0, pages, Turn::alone(),
                    [](uint32_t& word, int, int32_t) { word = 0; });
     __threadfence();
@@ -316,7 +351,6 @@ __global__ void __launch_bounds__(THREADS, kColumns <= 8 ? 2 : 1)
     let_next_kernel_start();
   }
 
-  float const scale = p.index_scale == nullptr ? 1.f : *p.index_scale;
   Queries<kColumns> queries{};
   uint32_t request = 0;
   int32_t open = -1;
@@ -325,31 +359,56 @@ __global__ void __launch_bounds__(THREADS, kColumns <= 8 ? 2 : 1)
   float best[2 * S::TILES];
 #pragma unroll
   for (float& x : best) x = -INFINITY;
+  // Two slices at once, for which a warp waits less: where most slices are loaded before they can
+  // be scored. Longer pieces wait for their loads, which twos would start later.
+  bool const in_twos = kColumns <= 8 && pages > 2 && pages == pool_begin;
+  auto const open_page = [&](int32_t page) {
+    if (page == open) return;
+    open = page;
+    Page const& opened = table[page];
+    missing = opened.id < 0;
+    if (opened.request() != request) {
+      request = opened.request();
+      load_queries<C>(p, first_token_of(request), num_tokens_of(request), queries);
+      if constexpr (std::is_same_v<C, E4m3>) queries_to_half(scale, queries);
+    }
+  };
 #pragma unroll 1
   for (int32_t batch = 0; batch < pages; batch += S::PAGES) {
     int32_t const batch_end = min(batch + S::PAGES, pages);
     if (batch + 2 * S::PAGES < pages) {
-      PageCursor again(p, round);
-      again.count_pages();
-      table.fill(again, begin, batch + 2 * S::PAGES, min(pages, batch + 3 * S::PAGES));
+      table.fill_later(p, round, begin, batch + 2 * S::PAGES, min(pages, batch + 3 * S::PAGES));
     }
     Share share = Share::of(batch, min(batch_end, pool_begin), OF_PAGE, spared);
+#pragma unroll 1
+    while (in_twos && share.next != share.last) {
+      open_page(share.next / OF_PAGE);
+      ring.wait(stage, turn);
+      int const next = stage + 1 == kStages ? 0 : stage + 1;
+      bool const two = share.next % 2 == 0 && share.last - share.next > 1;
+      if (two) ring.wait(next, next == 0 ? turn + 1 : turn);
+      if (!missing) {  // one alone twice, its maximum stays
+        score_slice<C>(ring.slice(stage), queries, best);
+        score_slice<C>(ring.slice(two ? next : stage), queries, best);
+      }
+      __syncwarp();  // the slices may be overwritten
+#pragma unroll 1
+      for (int32_t const end = share.next + (two ? 2 : 1); share.next < end; ++share.next) {
+        ring.template load<true>(stage);
+        if (++stage == kStages) stage = 0, ++turn;
+      }
+      if (share.next % OF_PAGE != 0 && share.next != share.last) continue;
+      scores.add((share.next - 1) / OF_PAGE, best);
+#pragma unroll
+      for (float& x : best) x = -INFINITY;
+    }
 #pragma unroll 1
     for (;;) {
       bool const drawn = share.next == share.last;
       if (drawn && (batch_end < pages || !ring.has_drawn())) break;
       if (drawn) ring.wait(stage, turn);
       int32_t const page = (drawn ? ring.drawn(stage) : share.next) / OF_PAGE;
-      if (page != open) {
-        open = page;
-        Page const& opened = table[page];
-        missing = opened.id < 0;
-        if (opened.request() != request) {
-          request = opened.request();
-          load_queries<C>(p, first_token_of(request), num_tokens_of(request), queries);
-          if constexpr (std::is_same_v<C, E4m3>) queries_to_half(scale, queries);
-        }
-      }
+      open_page(page);
       ring.wait(stage, turn);
       if (!missing) score_slice<C>(ring.slice(stage), queries, best);
       __syncwarp();  // the slice may be overwritten
@@ -383,32 +442,30 @@ __global__ void __launch_bounds__(kThreads, kThreads <= 256 ? 512 / kThreads : 1
                         __grid_constant__ Round const round) {
   __shared__ top_blocks::Shared<kThreads> shared;
   let_next_kernel_start();
-  int const heads = p.num_index_heads, thread = threadIdx.x;
-  int const head = blockIdx.x % heads, token = blockIdx.x / heads % p.decode_length;
-  DecodeRequest const request =
-      request_at(p, round.first + static_cast<int32_t>(blockIdx.x) / heads / p.decode_length);
+  int const thread = threadIdx.x;
+  auto const selected = SelectedRow::at(p, round, static_cast<int32_t>(blockIdx.x));
+  DecodeRequest const& request = selected.request;
   int32_t const num_real = p.tokens.cu_query_lens[p.tokens.num_requests];
   int32_t const first_decode = p.tokens.num_tokens - p.num_decode_requests * p.decode_length;
-  auto const ids = [&](int h, int32_t t) {
-    return p.block_ids + (int64_t{h} * p.tokens.num_tokens + t) * p.top_k;
-  };
-  int32_t const position = request.position(token);
+  int32_t const position = request.position(selected.token);
   int32_t const own = position < 0 ? -1 : position / kBlockSize;
   int32_t const visible = min(own + 1, p.tokens.max_pages);
   int32_t const low = p.init_blocks, high = min(visible, own - p.local_blocks + 1);
   int32_t const count = p.top_k - low - (visible - high);
   top_blocks::Contest const row{round.scores + blockIdx.x * round.score_stride, low, high, count};
-  bool const competes = token < request.num_tokens && visible > p.top_k && count > 0;
+  bool const competes = selected.exists() && visible > p.top_k && count > 0;
   bool const behind = selects_behind(p, round, PageCursor(p, round).count_pages());
   if (behind) wait_for_previous_kernel();
   int32_t const padding = p.tokens.num_tokens - max(num_real, first_decode);
-  for (int32_t i = blockIdx.x; i < padding * heads; i += gridDim.x) {
-    if (thread < p.top_k) ids(i % heads, p.tokens.num_tokens - 1 - i / heads)[thread] = -1;
+  for (int32_t i = blockIdx.x; i < padding * p.num_index_heads; i += gridDim.x) {
+    int64_t const row =
+        int64_t{i % p.num_index_heads + 1} * p.tokens.num_tokens - 1 - i / p.num_index_heads;
+    if (thread < p.top_k) p.block_ids[row * p.top_k + thread] = -1;
   }
   if (competes) top_blocks::choose(row, shared);
 
-  if (token < request.num_tokens && thread < p.top_k) {
-    int32_t* const out = ids(head, request.first_token + token);
+  if (selected.exists() && thread < p.top_k) {
+    int32_t* const out = selected.ids(p);
     if (visible <= p.top_k) {  // all of them, padding rows none
       out[thread] = thread < visible ? thread : -1;
     } else {  // ascending; the own block is the highest id there is
@@ -494,7 +551,7 @@ cudaError_t launch_round(BlockSelectParams const& p, Round const& round, Device 
   if (error != cudaSuccess) return error;
   // All rows should find room beside the scores' blocks, to wait there.
   int32_t const rows = round.count * p.decode_length * p.num_index_heads;
-  if (rows <= device.processors / 2 && p.tokens.max_pages > LONG_ROW) {
+  if (is_wide(rows, p.tokens.max_pages, device.processors)) {
     return launch_selection<512>(p, round, rows, stream);
   }
   return rows <= 2 * device.processors ? launch_selection<256>(p, round, rows, stream)

@@ -15,6 +15,7 @@ int64_t decode_select_workspace_bytes(int64_t num_decode_requests, int64_t decod
 //
 // Reads cu_query_lens, sequence_length, block_offsets and the keys of pages that were full before
 // this step while the kernel in front of it may still run: no kernel of the step may write them.
+// Marks rows until they are chosen (arriving_ids.cuh).
 cudaError_t launch_decode_select(BlockSelectParams const& p, void* workspace, cudaStream_t stream);
 
 }  // namespace m3::kernels

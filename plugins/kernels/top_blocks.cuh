@@ -37,11 +37,15 @@ struct Contest {
 };
 
 // Past L1, where it may lie from before it was written.
+__device__ inline uint32_t load_score(uint32_t const* score) {
+  uint32_t x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(score) : "memory");
+  return x;
+}
 __device__ inline uint32_t wait_for_score(uint32_t const* score) {
   uint32_t x;
-  do {
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(score) : "memory");
-  } while (x == 0);
+  do x = load_score(score);
+  while (x == 0);
   return x;
 }
 
@@ -69,6 +73,7 @@ struct Lane {
 template <int kThreads>
 struct Chunk {
   static constexpr int SIZE = Shared<kThreads>::CHUNK;
+  static constexpr int FOURS = SIZE / (4 * kThreads);  // of a thread
 
   Shared<kThreads>& shared;
   Contest const& row;
@@ -89,7 +94,7 @@ struct Chunk {
   // Brings the scores, when all of them are written, and zeros for blocks that do not compete. The
   // thread's best.
   __device__ uint32_t load() const {
-#pragma unroll 4
+#pragma unroll 1
     for (int32_t i = threadIdx.x * 4; i < size; i += kThreads * 4) copy(i);
     uint32_t best;
     bool complete;
@@ -98,7 +103,7 @@ struct Chunk {
       wait_copies<0>();
       complete = true;
       best = 0;
-#pragma unroll 2
+#pragma unroll 1
       for (int32_t i = threadIdx.x * 4; i < size; i += kThreads * 4) {
         if (base + i < row.low || i + 4 > size) drop_others(i);
         uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + i);
@@ -112,9 +117,52 @@ struct Chunk {
     __syncthreads();
     if (is_long) return best;
     best = 0;
-#pragma unroll 2
+#pragma unroll 1
     for (int k = 0; at(k) < size; ++k) best = max(best, shared.scores[at(k)]);
     return best;
+  }
+
+  // Where the thread's k-th four of neighbours stands, and those that exist, a bit each.
+  __device__ static int32_t four(int k) {
+    return (k * kThreads + static_cast<int32_t>(threadIdx.x)) * 4;
+  }
+  __device__ unsigned fours() const {
+    unsigned exist = 0;
+#pragma unroll
+    for (int k = 0; k < FOURS; ++k) exist |= (four(k) < size ? 1u : 0u) << k;
+    return exist;
+  }
+
+  __device__ uint4 scores_of(int k) const {
+    return *reinterpret_cast<uint4 const*>(shared.scores + four(k));
+  }
+
+  // Brings the fours that are left, and drops from them those whose scores are all written.
+  __device__ void take(unsigned& left) const {
+    for (unsigned k = left; k != 0; k &= k - 1) copy(four(__ffs(static_cast<int>(k)) - 1));
+    commit_copies();
+    wait_copies<0>();
+    for (unsigned k = left; k != 0; k &= k - 1) {
+      int32_t const i = four(__ffs(static_cast<int>(k)) - 1);
+      if (base + i < row.low || i + 4 > size) drop_others(i);
+      uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + i);
+      if (min(min(x.x, x.y), min(x.z, x.w)) > 0 || !is_absent(i)) left &= ~(k & -k);
+    }
+  }
+
+  // Until most of what the warp will take is written, as far as some scores tell. To ask for all of
+  // them all the time would keep the processor from scoring.
+  __device__ void wait_for_samples() const {
+    constexpr int STEP = 64;
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int32_t const i = lane / 2 * (kThreads * 4) + warp * 128 + lane % 2 * STEP + STEP / 2;
+    bool const sampled = i < size && row.competes(base + i);
+    int const samples = __popc(__ballot_sync(~0u, sampled));
+    for (;;) {
+      bool const written = sampled && load_score(row.scores + base + i) != 0;
+      if (2 * __popc(__ballot_sync(~0u, written)) >= samples) return;
+      __nanosleep(100);
+    }
   }
 
   __device__ void drop_others(int32_t i) const {
@@ -140,7 +188,7 @@ struct Chunk {
   template <class F>
   __device__ void for_each(uint32_t least, F const& visit) const {
     if (is_long) {
-#pragma unroll 2
+#pragma unroll 1
       for (int k = 0; at(k) < size; k += 4) {
         uint4 const x = *reinterpret_cast<uint4 const*>(shared.scores + at(k));
         if (max(max(x.x, x.y), max(x.z, x.w)) < least) continue;
@@ -150,7 +198,7 @@ struct Chunk {
         if (x.w >= least) visit(k + 3);
       }
     } else {
-#pragma unroll 2
+#pragma unroll 1
       for (int k = 0; at(k) < size; ++k) {
         if (shared.scores[at(k)] >= least) visit(k);
       }
@@ -158,6 +206,14 @@ struct Chunk {
   }
   __device__ uint64_t key(int k) const { return rank_key(shared.scores[at(k)], base + at(k)); }
 };
+
+// The same out of line: it is called in two places.
+template <int kThreads>
+__device__ __noinline__ uint32_t load_chunk(Shared<kThreads>& shared, uint32_t const* scores,
+                                            int32_t low, int32_t high, int32_t base) {
+  Contest const row{scores, low, high, 0};
+  return Chunk<kThreads>(shared, row, base).load();
+}
 
 // How many of keys[0 .. count) are larger, for all lanes of a group.
 template <int kThreads, class T>
@@ -170,15 +226,10 @@ __device__ int32_t count_larger(T const* keys, int32_t count, T key) {
   return Lane<kThreads>::reduce(larger, [](int32_t a, int32_t b) { return a + b; });
 }
 
-// A score that at least row.count blocks reach.
+// A score that at least row.count blocks reach, from the best that each thread has seen.
 template <int kThreads>
-__device__ uint32_t find_bound(Contest const& row, Shared<kThreads>& shared) {
+__device__ uint32_t bound_of(uint32_t best, Contest const& row, Shared<kThreads>& shared) {
   Lane<kThreads> const lane;
-  uint32_t best = 0;
-  for (int32_t base = 0; base < row.high; base += Chunk<kThreads>::SIZE) {
-    if (base > 0) __syncthreads();  // the chunk before is read
-    best = max(best, Chunk<kThreads>(shared, row, base).load());
-  }
   best = lane.reduce(best, [](uint32_t a, uint32_t b) { return max(a, b); });
   if (lane.part == 0) shared.best[lane.group] = best;
   __syncthreads();  // best, and what choose initialised
@@ -195,17 +246,68 @@ __device__ uint32_t find_bound(Contest const& row, Shared<kThreads>& shared) {
   return shared.bound_score;
 }
 
-// Adds the keys of a chunk that reach the bound to the candidates, as far as there is room.
+template <int kThreads>
+__device__ uint32_t find_bound(Contest const& row, Shared<kThreads>& shared) {
+  uint32_t best = 0;
+  for (int32_t base = 0; base < row.high; base += Chunk<kThreads>::SIZE) {
+    if (base > 0) __syncthreads();  // the chunk before is read
+    best = max(best, load_chunk(shared, row.scores, row.low, row.high, base));
+  }
+  return bound_of(best, row, shared);
+}
+
+// Adds keys of a chunk to the candidates, as far as there is room.
+template <int kThreads>
+__device__ void add_keys(Chunk<kThreads> const& chunk, uint32_t reaching) {
+  if (reaching == 0) return;
+  int32_t to = atomicAdd(&chunk.shared.num_candidates, __popc(reaching));
+  for (; reaching != 0 && to < MAX_CANDIDATES; reaching &= reaching - 1, ++to) {
+    chunk.shared.candidates[to] = chunk.key(__ffs(static_cast<int>(reaching)) - 1);
+  }
+}
+
+// Those that reach the bound.
 template <int kThreads>
 __device__ void add_candidates(Chunk<kThreads> const& chunk, uint64_t bound) {
   uint32_t reaching = 0;
   chunk.for_each(static_cast<uint32_t>(bound >> 32), [&](int k) {
     if (chunk.key(k) >= bound) reaching |= 1u << k;
   });
-  if (reaching == 0) return;
-  int32_t to = atomicAdd(&chunk.shared.num_candidates, __popc(reaching));
-  for (; reaching != 0 && to < MAX_CANDIDATES; reaching &= reaching - 1, ++to) {
-    chunk.shared.candidates[to] = chunk.key(__ffs(static_cast<int>(reaching)) - 1);
+  add_keys(chunk, reaching);
+}
+
+// The candidates of a long row while it is written: a bound for all comes from those scores that
+// are there first.
+template <int kThreads>
+__device__ void add_arriving(Chunk<kThreads> const& chunk, Contest const& row) {
+  unsigned const all = chunk.fours();
+  unsigned left = all;
+  chunk.wait_for_samples();
+  // As long as groups may be empty of which the bound needs one.
+  int const most = __reduce_add_sync(~0u, __popc(all)) * (GROUPS - row.count);
+  do chunk.take(left);
+  while (__reduce_add_sync(~0u, __popc(left)) * 2 * GROUPS > most);
+  uint32_t best = 0;
+  unsigned taken = all & ~left;
+  for (unsigned k = taken; k != 0; k &= k - 1) {
+    uint4 const x = chunk.scores_of(__ffs(static_cast<int>(k)) - 1);
+    best = max(max(max(best, x.x), max(x.y, x.z)), x.w);
+  }
+  uint32_t const bound = max(bound_of(best, row, chunk.shared), 1u);  // zeros do not compete
+  for (;;) {
+    uint32_t reaching = 0;
+    for (; taken != 0; taken &= taken - 1) {
+      int const k = __ffs(static_cast<int>(taken)) - 1;
+      uint4 const x = chunk.scores_of(k);
+      unsigned const four =
+          (x.x >= bound) | (x.y >= bound) << 1 | (x.z >= bound) << 2 | (x.w >= bound) << 3;
+      reaching |= four << 4 * k;
+    }
+    add_keys(chunk, reaching);
+    if (left == 0) return;
+    taken = left;
+    chunk.take(left);
+    taken &= ~left;
   }
 }
 
@@ -240,13 +342,19 @@ __device__ void choose(Contest const& row, Shared<kThreads>& shared) {
     __syncthreads();  // candidates
     return rank_candidates(row, row.high - row.low, shared);
   }
-  uint64_t bound = uint64_t{find_bound(row, shared)} << 32;
-  for (;;) {
-    for (int32_t base = 0; base < row.high; base += Chunk<kThreads>::SIZE) {
+  bool found_some = false;
+  if constexpr (kThreads > 256) {  // of whose rows many are long
+    Chunk<kThreads> const all(shared, row, 0);
+    found_some = row.high > Chunk<kThreads>::SIZE / 2 && row.high <= Chunk<kThreads>::SIZE;
+    if (found_some) add_arriving(all, row);
+  }
+  uint64_t bound = found_some ? 0 : uint64_t{find_bound(row, shared)} << 32;
+  for (;; found_some = false) {
+    for (int32_t base = 0; !found_some && base < row.high; base += Chunk<kThreads>::SIZE) {
       Chunk<kThreads> const chunk(shared, row, base);
       if (row.high > Chunk<kThreads>::SIZE) {
         __syncthreads();  // the chunk before is read
-        chunk.load();
+        load_chunk(shared, row.scores, row.low, row.high, base);
       }
       add_candidates(chunk, bound);
     }
