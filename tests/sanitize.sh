@@ -44,6 +44,7 @@ test_decode_select.py::test_a_sequence_shorter_than_its_tokens
 test_decode_select.py::test_selects_the_best_blocks[2-4-e4m3]
 test_decode_select.py::test_pages_whose_slices_are_drawn[1-bf16]
 test_decode_select.py::test_many_blocks_above_the_first_bound
+test_decode_chain.py::test_attention_of_each_steps_own_selection[32k-bf16]
 test_decode_kernel.py::test_every_group[16]
 test_decode_kernel.py::test_rows_without_keys[0]
 test_decode_kernel.py::test_rows_without_keys[16]

@@ -96,9 +96,9 @@ __device__ void attend_segments(PagedDecodeParams const& p, BulkMaps const& maps
   using P = Products<Cache>;
   auto& shared = *reinterpret_cast<DecodeShared<kRowWarps>*>(memory + stages * STAGE_BYTES);
   Team const team(kRowWarps);
+  copy_queries(p, at, group, shared);
   Loader<Cache, kRowWarps, kSelected, kBulk, Schedule> loader(p, maps, at, rank, blocks,
                                                               shared_address(memory), shared);
-  copy_queries(p, at, group, shared);
   int32_t token[2];  // of the item, to which the lane's rows belong
   for (int h = 0; h < 2; ++h) {
     token[h] = at.token_of(team.row_warp * 16 + 8 * h + threadIdx.x % 32 / 4, group);

@@ -1,8 +1,10 @@
 #pragma once
 
+#include "kernels/arriving_ids.cuh"
 #include "kernels/bulk_copy.cuh"
 #include "kernels/paged_decode_math.cuh"
 #include "kernels/paged_decode_schedule.cuh"
+#include "kernels/programmatic_launch.cuh"
 #include "kernels/tensor_map.h"
 
 // The decode kernel's shared memory and how queries, keys and values get there.
@@ -105,7 +107,7 @@ class Loader {
         part_(team_.index * blocks + rank),
         parts_(S::TEAMS * blocks) {
     base_ = ahead_.first();
-    read_ids();
+    read_ids<true>();
   }
 
   // Starts the team's next slice on its way into a stage and notes what it is; an empty one ends a
@@ -142,12 +144,17 @@ class Loader {
 
   // A chunk is up to 32 pages of a segment, one a lane; of a selection it is all. Its ids and pages
   // are read while the one before it is loaded.
+  // Ids of the first segment may still be written.
+  template <bool kFirst = false>
   __device__ void read_ids() {
     is_resolved_ = false;
     if (ahead_.done()) return;
     if constexpr (kSelected) {
       int64_t const row = int64_t{ahead_.head()} * p_.tokens.num_tokens + ahead_.first_token();
-      next_ids_ = lane() < p_.top_k ? p_.block_ids[row * p_.top_k + lane()] : -1;
+      int32_t const* const id = p_.block_ids + row * p_.top_k + lane();
+      if (!kFirst) wait_for_previous_kernel();
+      next_ids_ = lane() >= p_.top_k ? -1 : kFirst ? wait_for_id(id) : *id;
+      __syncwarp();
       age_ = 0;
     } else {
       next_ids_ = base_ + lane();

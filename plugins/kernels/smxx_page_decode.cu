@@ -1,3 +1,4 @@
+#include "kernels/arriving_ids.cuh"
 #include "kernels/cluster.cuh"
 #include "kernels/paged_decode_attend.cuh"
 #include "kernels/paged_decode_page.cuh"
@@ -57,7 +58,8 @@ class TableRow {
 __device__ int2 find_page(int32_t const* ids, int32_t top_k, ItemRounds const& item,
                           TableRow const& table, int rank) {
   int const lane = threadIdx.x % 32;
-  int32_t const id = lane < top_k ? __ldcg(ids + lane) : -1;
+  int32_t const id = lane < top_k ? wait_for_id(ids + lane) : -1;
+  __syncwarp();
   int32_t const page = table.page(id);
   unsigned const existing = __ballot_sync(~0u, page >= 0);
   int const place = page >= 0 ? __popc(existing & ((1u << lane) - 1)) : -1;
@@ -114,11 +116,8 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
   int32_t const* ids =
       p.block_ids + (int64_t{item.head()} * p.tokens.num_tokens + item.first_token()) * p.top_k;
   auto const* const queries = static_cast<Bf16 const*>(p.q) + item.query(0, group) * kHeadSize;
-  if (threadIdx.x < group * 2) {
-    prefetch(queries + threadIdx.x * (kHeadSize / 2));
-  } else if (threadIdx.x >= PAGE_THREADS - 2) {
-    prefetch(ids + (threadIdx.x == PAGE_THREADS - 1 ? p.top_k - 1 : 0));
-  }
+  if (threadIdx.x < group * 2) prefetch(queries + threadIdx.x * (kHeadSize / 2));
+  int32_t const mark = look_for_mark(ids, p.top_k);
   item.resolve();
   TableRow const table(p.tokens, item, shared);
   compute_now(ids);
@@ -126,7 +125,8 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
   __syncthreads();
   cluster_wait();  // all blocks have started
   // So far only inputs of the step were used, from here on results of its kernels.
-  wait_for_previous_kernel();
+  // Two warps start copies.
+  if (warp < 2 && !ids_come(mark)) wait_for_previous_kernel();
 
   if (threadIdx.x == 32) {
     expect_bulk(queries_arrived, group * ROW_BYTES);
@@ -217,6 +217,7 @@ __global__ void __launch_bounds__(PAGE_THREADS, 2)
     auto* const to = reinterpret_cast<float4*>(&shared.out[rank][channel]);
     store_remote(to, &shared.out_arrived, row, sum);
   });
+  wait_for_previous_kernel();
   if (warp > 0 || rank >= group) return;
   wait_exchange(&shared.totals_arrived, 0);
   float2 const of_page = shared.totals[lane % PAGES];

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kernels/arriving_ids.cuh"
 #include "kernels/cluster.cuh"
 #include "kernels/paged_decode_attend.cuh"
 #include "kernels/smxx_page_decode.h"
@@ -28,6 +29,7 @@ struct OwnItems {
   template <class Cache, class Items>
   __device__ void end(Items const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
                       State const& state) {
+    wait_for_previous_kernel();
     merge_teams<Cache, 1>(shared, memory, stage, state,
                           [&](int row, int channel, float, float total, float4 sum) {
                             if (row >= group) return;
@@ -49,6 +51,7 @@ struct JoinedItems {
   template <class Cache, class Items>
   __device__ void end(Items const& at, DecodeShared<1>& shared, uint8_t* memory, int stage,
                       State const& state) {
+    wait_for_previous_kernel();
     int const buffer = round % 2;
     auto const& totals = exchange.totals[buffer];
     uint64_t* const arrived = &exchange.arrived[buffer];
@@ -118,14 +121,13 @@ __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < group * kHeadSize * sizeof(Bf16) / 128) {
     prefetch(static_cast<uint8_t const*>(p.q) + at.query(0, group) * kHeadSize * sizeof(Bf16) +
              threadIdx.x * 128);
-  } else if (threadIdx.x >= THREADS - 2) {
-    prefetch(p.block_ids + ids * p.top_k + (threadIdx.x == THREADS - 1 ? p.top_k - 1 : 0));
   }
+  int32_t const mark = kContext ? 0 : look_for_mark(p.block_ids + ids * p.top_k, p.top_k);
   RowRounds<kContext> ahead = at;
   ahead.resolve();
   prefetch_table(p, ahead.request(), ahead.length());
   // So far only inputs of the step were used, from here on results of its kernels.
-  wait_for_previous_kernel();
+  if (!ids_come(mark)) wait_for_previous_kernel();
   if constexpr (kJoins) {
     JoinedItems finish{p, group, exchange, rank, blocks, (kMaxGroup + blocks - 1) / blocks};
     attend_segments<Cache, 1, true, true>(p, maps, group, at, rank, blocks, memory, stages, finish);

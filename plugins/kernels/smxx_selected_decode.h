@@ -9,7 +9,8 @@ namespace m3::kernels {
 // Whether this GPU and this code have clusters and the copy engine.
 cudaError_t has_clusters(bool& result);
 
-// Needs block_ids and has_clusters. No workspace.
+// Needs block_ids and has_clusters. No workspace. Ids may still be written by the kernel in front
+// (arriving_ids.cuh); then q and the cache were written by kernels in front of that.
 cudaError_t launch_selected_decode(PagedDecodeParams const& p, cudaStream_t stream);
 
 }  // namespace m3::kernels
