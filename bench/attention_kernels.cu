@@ -26,10 +26,9 @@ PackedTokens packed(Step const& s) {
           s.num_requests,  s.num_tokens,      s.max_pages};
 }
 
-template <class Params>
-Params context_rows(Step const& s, void const* q, void const* kv_cache, int32_t num_pages,
-                    void* out) {
-  Params p{};
+ContextRows context_rows(Step const& s, void const* q, void const* kv_cache, int32_t num_pages,
+                         void* out) {
+  ContextRows p{};
   p.tokens = packed(s);
   p.q = q;
   p.kv_cache = kv_cache;
@@ -83,7 +82,7 @@ int m3_bench_decode(Step const* s, void const* q, void const* kv_cache, int32_t 
 
 int m3_bench_prefill(Step const* s, void const* q, void const* kv_cache, int32_t num_pages,
                      void* out, int wgmma, cudaStream_t stream) {
-  auto const p = context_rows<PagedPrefillParams>(*s, q, kv_cache, num_pages, out);
+  PagedPrefillParams const p{context_rows(*s, q, kv_cache, num_pages, out)};
   return wgmma ? launch_sm90_paged_prefill(p, stream) : launch_smxx_paged_prefill(p, stream);
 }
 
@@ -98,8 +97,7 @@ int m3_bench_sparse_prefill(Step const* s, void const* q, void const* kv_cache,
                             float const* kv_scale, int32_t const* block_ids, int32_t num_pages,
                             int32_t top_k, int32_t round_tokens, int32_t round_heads, int wgmma,
                             void* out, void* workspace, cudaStream_t stream) {
-  auto p = context_rows<SparsePrefillParams>(*s, q, kv_cache, num_pages, out);
-  p.kv_scale = kv_scale;
+  SparsePrefillParams p{context_rows(*s, q, kv_cache, num_pages, out), kv_scale};
   p.block_ids = block_ids;
   p.top_k = top_k;
   SparsePrefillRounds rounds{round_tokens, round_heads};
@@ -129,7 +127,7 @@ int m3_bench_sparse_route(Step const* s, int32_t top_k) {
 int m3_bench_masked_prefill(Step const* s, void const* q, void const* kv_cache,
                             int32_t const* block_ids, int32_t num_pages, int32_t top_k, void* out,
                             int wgmma, cudaStream_t stream) {
-  auto p = context_rows<PagedPrefillParams>(*s, q, kv_cache, num_pages, out);
+  PagedPrefillParams p{context_rows(*s, q, kv_cache, num_pages, out)};
   p.block_ids = block_ids;
   p.top_k = top_k;
   p.joined.end_position = kAllPositions;

@@ -1,4 +1,4 @@
-// Joining tiles and inverting the selections of the others alone, for bench/msa_library.py.
+// Joining tiles and inverting the selections of the others, for bench/msa_library.py.
 #include "kernels/smxx_invert_blocks.h"
 #include "kernels/smxx_join_tiles.h"
 #include "kernels/sparse_prefill_plan.h"
@@ -48,6 +48,7 @@ int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspa
   Carver carver(workspace);
   InvertedBlocks const blocks = place(*s, carver, p.lse, p.joined);
   limit_joined_tiles(p.joined, p.num_tokens, s->num_heads, p.top_k);
+  p.behind_join = p.joined.flags != nullptr;
   PagedPrefillParams tiles{};
   tiles.tokens = p.tokens;
   tiles.num_heads = s->num_heads;
@@ -57,7 +58,8 @@ int m3_bench_invert(InvertStep const* s, int32_t const* block_ids, void* workspa
   tiles.block_ids = block_ids;
   tiles.top_k = p.top_k;
   tiles.joined = p.joined;
-  if (cudaError_t const status = launch_join_tiles(tiles, s->max_pages, stream)) return status;
+  if (cudaError_t const status = launch_join_tiles(tiles, s->max_pages, p.lists, stream))
+    return status;
   return launch_invert_blocks(p, blocks, stream);
 }
 }

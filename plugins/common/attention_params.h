@@ -25,9 +25,9 @@ kernels::PagedDecodeParams decode_params(Attention const& p, RowSplit const& row
   return decode;
 }
 
-template <class Prefill, class Attention>
-Prefill context_params(Attention const& p, RowSplit const& rows, int64_t num_pages) {
-  Prefill context{};
+template <class Attention>
+kernels::ContextRows context_rows(Attention const& p, RowSplit const& rows, int64_t num_pages) {
+  kernels::ContextRows context{};
   context.tokens = p.tokens;
   context.q = p.q;
   context.kv_cache = p.kv_cache;

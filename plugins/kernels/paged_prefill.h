@@ -8,6 +8,7 @@ namespace m3::kernels {
 
 constexpr int kPrefillRows = 128;  // query rows of a tile
 
+constexpr int kMaxTopK = 32;    // blocks that a row may choose
 constexpr int kMaxJoined = 32;  // blocks that the rows of a tile may choose together
 
 // Which tiles of rows that select are joined: attended to with all their rows' blocks at once.
@@ -19,11 +20,11 @@ struct JoinedTiles {
 };
 constexpr int32_t kAllPositions = 1 << 30;
 
-struct PagedPrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
+struct ContextRows {  // shapes: N tokens, P pages, B = 128, D = 128
   PackedTokens tokens;
   void const* q;         // bf16 [N, Hq, D]
-  void const* kv_cache;  // bf16 [P, 2, B, Hkv, D]
-  void* out;             // bf16 [N, Hq * D]; zero for padding
+  void const* kv_cache;  // bf16, or e4m3 where a kernel takes it, [P, 2, B, Hkv, D]
+  void* out;             // bf16 [N, Hq * D]; zero for padding and rows that see no block
   int32_t num_heads;     // Hq = Hkv times 1 .. 16
   int32_t num_kv_heads;  // Hkv
   int32_t num_pages;     // P
@@ -31,9 +32,13 @@ struct PagedPrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
   int32_t num_tokens;    // the first ones of the step, padding included
   float softmax_scale;
 
-  int32_t const* block_ids;  // [Hkv, N, top_k] logical blocks, -1 is skipped; null: all blocks
-  int32_t top_k;             // up to 32
-  JoinedTiles joined;
+  // [Hkv, N, top_k] logical blocks, none twice; -1 anywhere is skipped. Null: all blocks.
+  int32_t const* block_ids;
+  int32_t top_k;  // up to kMaxTopK
+};
+
+struct PagedPrefillParams : ContextRows {
+  JoinedTiles joined{};
 };
 
 // Causal attention of context rows over their request's pages, the chunk itself included.

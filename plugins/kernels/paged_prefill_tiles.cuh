@@ -49,9 +49,12 @@ __device__ inline PrefillTile prefill_tile(PagedPrefillParams const& p, int tile
           p.tokens.sequence_length[low] - count + first};
 }
 
+__device__ inline bool is_in_front(JoinedTiles const& joined, PrefillTile const& tile) {
+  return tile.first_position + tile.num_tokens <= joined.end_position;
+}
 __device__ inline bool is_joined(JoinedTiles const& joined, PrefillTile const& tile, int32_t slot,
                                  int head, int num_heads) {
-  if (joined.flags == nullptr) return tile.first_position + tile.num_tokens <= joined.end_position;
+  if (joined.flags == nullptr) return is_in_front(joined, tile);
   return joined.flags[int64_t{slot} * num_heads + head] != 0;
 }
 

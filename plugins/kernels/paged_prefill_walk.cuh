@@ -6,8 +6,6 @@
 // rows that select blocks.
 namespace m3::kernels {
 
-constexpr int kMaxPlaces = 32;  // of a token's list of blocks
-
 struct HeadTile {
   PrefillTile queries;
   int32_t head;  // KV head
@@ -28,7 +26,9 @@ __device__ int count_pages(PagedPrefillParams const& p, HeadTile const& tile) {
 }
 
 // The tiles of a block, those with most keys first, of neighbouring KV heads. Every second round
-// goes backwards, so that the blocks' sums come out alike. By a whole warp.
+// goes backwards, so that the blocks' sums come out alike. Of joined tiles with flags a round has
+// as many as there are blocks: they are shared equally, and neighbours, which chose alike, are
+// computed at the same time. By a whole warp.
 template <bool kSelects>
 class TileWalk {
  public:
@@ -38,76 +38,70 @@ class TileWalk {
   // Without tokens behind the last tile.
   __device__ HeadTile next() {
     HeadTile tile{};
-    while (find_round()) {
-      int32_t const index = index_of(round_ + __ffs(static_cast<int>(found_)) - 1);
-      found_ &= found_ - 1;
-      int32_t const slot = index / p_.num_kv_heads;
-      tile = {prefill_tile(p_, tile_tokens_, slot), index % p_.num_kv_heads};
-      bool const counts =
-          !kSelects || is_joined(p_.joined, tile.queries, slot, tile.head, p_.num_kv_heads);
-      if (tile.queries.num_tokens > 0 && counts) return tile;
+    for (;; ++round_) {
+      int32_t const at = round_ % 2 != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+      int32_t index = round_ * gridDim.x + at;
+      bool const has_flags = kSelects && p_.joined.flags != nullptr;
+      if (has_flags) index = find_joined(index);
+      if (index >= end_) break;
+      tile = {prefill_tile(p_, tile_tokens_, index / p_.num_kv_heads), index % p_.num_kv_heads};
+      bool const counts = !kSelects || has_flags || is_in_front(p_.joined, tile.queries);
+      if (tile.queries.num_tokens > 0 && counts) {
+        ++round_;
+        return tile;
+      }
     }
     tile.queries.num_tokens = 0;
     return tile;
   }
 
  private:
-  __device__ bool may_exist(int32_t index) const {
-    return index < end_ && (!kSelects || p_.joined.flags == nullptr || p_.joined.flags[index] != 0);
-  }
+  static constexpr int EACH = 64;  // flags of a lane
 
-  __device__ int32_t index_of(int32_t round) const {
-    int32_t const at = round % 2 != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    return start_ + round * gridDim.x + at;
-  }
-
-  // Rounds begin with the first joined tile: the long ones of a prompt are then shared equally.
-  __device__ void find_start() {
-    constexpr int EACH = sizeof(uint4);  // flags of a lane
-    int const lane = threadIdx.x % 32;
-    constexpr int DEPTH = 4;  // loads of a lane under way at once
-    auto const load = [&](int32_t at) {
-      return at < end_ ? *reinterpret_cast<uint4 const*>(p_.joined.flags + at) : uint4{};
-    };
-    bool is_close = false;
-    while (!is_close && start_ < end_) {
-      uint32_t any = 0;
+  // Bits of the lane's next flags, 0 or 1 each.
+  __device__ uint64_t load_flags() const {
+    uint64_t bits = 0;
 #pragma unroll
-      for (int i = 0; i < DEPTH; ++i) {
-        uint4 const x = load(start_ + EACH * (32 * i + lane));
-        any |= x.x | x.y | x.z | x.w;
-      }
-      is_close = __any_sync(~0u, any != 0);
-      if (!is_close) start_ += EACH * 32 * DEPTH;
+    for (int i = 0; i < EACH / 16; ++i) {
+      int32_t const at = first_ + EACH * static_cast<int>(threadIdx.x % 32) + 16 * i;
+      if (at >= end_) continue;
+      uint4 const x = *reinterpret_cast<uint4 const*>(p_.joined.flags + at);
+      auto const bits_of = [](uint32_t word) { return (word & 0x01010101u) * 0x01020408u >> 24; };
+      uint32_t here = bits_of(x.x) | bits_of(x.y) << 4 | bits_of(x.z) << 8 | bits_of(x.w) << 12;
+      if (end_ - at < 16) here &= (1u << (end_ - at)) - 1;
+      bits |= uint64_t{here} << 16 * i;
     }
-    while (start_ < end_) {
-      uint4 const x = load(start_ + EACH * lane);
-      uint32_t const found = __ballot_sync(~0u, (x.x | x.y | x.z | x.w) != 0);
-      if (found != 0) {
-        uint64_t const low = uint64_t{x.y} << 32 | x.x, high = uint64_t{x.w} << 32 | x.z;
-        int const place = low != 0 ? __ffsll(low) - 1 : 63 + __ffsll(high);
-        int const first = __ffs(static_cast<int>(found)) - 1;
-        start_ += EACH * first + __shfl_sync(~0u, place / 8, first);
-        return;
-      }
-      start_ += EACH * 32;
-    }
+    return bits;
   }
 
-  // Looks at 32 rounds at once, so that few joined tiles are found soon.
-  __device__ bool find_round() {
-    if (kSelects && round_ < 0 && p_.joined.flags != nullptr) find_start();
-    while (found_ == 0) {
-      round_ += 32;
-      if (start_ + round_ * static_cast<int32_t>(gridDim.x) >= end_) return false;
-      found_ = __ballot_sync(~0u, may_exist(index_of(round_ + static_cast<int>(threadIdx.x % 32))));
+  // Index of the joined tile of this number; behind the last one: end_ or more.
+  __device__ int32_t find_joined(int32_t number) {
+    int const lane = threadIdx.x % 32;
+    while (number >= __shfl_sync(~0u, upto_, 31)) {
+      int32_t const before = __shfl_sync(~0u, upto_, 31);
+      first_ += 32 * EACH;
+      if (first_ >= end_) return end_;
+      bits_ = load_flags();
+      upto_ = __popcll(bits_);
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        int32_t const other = __shfl_up_sync(~0u, upto_, offset);
+        if (lane >= offset) upto_ += other;
+      }
+      upto_ += before;
     }
-    return true;
+    int const holder = __ffs(static_cast<int>(__ballot_sync(~0u, number < upto_))) - 1;
+    uint64_t rest = bits_;
+    int const skipped = lane == holder ? number - (upto_ - __popcll(bits_)) : 0;
+    for (int i = 0; i < skipped; ++i) rest &= rest - 1;
+    return __shfl_sync(~0u, first_ + EACH * lane + __ffsll(static_cast<int64_t>(rest)) - 1, holder);
   }
 
   PagedPrefillParams const& p_;
-  int32_t tile_tokens_, end_, start_ = 0, round_ = -32;
-  uint32_t found_ = 0;  // bit i: round_ + i has a tile
+  int32_t tile_tokens_, end_, round_ = 0;
+  int32_t first_ = -32 * EACH;  // of the flags that the lanes hold
+  uint64_t bits_ = 0;
+  int32_t upto_ = 0;  // joined tiles up to the lane's last flag
 };
 
 // A warp: lists the blocks up to `last`, which comes first whether it is chosen or not: who clears
@@ -144,7 +138,7 @@ __device__ inline void choose_near(PagedPrefillParams const& p, HeadTile const& 
 
 // The same for any blocks, one after another.
 __device__ inline void choose_far(PagedPrefillParams const& p, HeadTile const& tile, int32_t last,
-                                  int32_t (&ids)[kPrefillRows * kMaxPlaces], Choice& choice) {
+                                  int32_t (&ids)[kPrefillRows * kMaxTopK], Choice& choice) {
   int const lane = threadIdx.x % 32;
   int const count = tile.queries.num_tokens * p.top_k;
   for (int i = lane; i < count; i += 32) {

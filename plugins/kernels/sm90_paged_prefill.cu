@@ -34,7 +34,7 @@ struct __align__(1024) PrefillShared {
   HeadTile tile[STAGES];  // of the queries; without tokens: there are no more
   Choice choice[STAGES];
   uint64_t choice_full[STAGES];
-  int32_t ids[ROWS * kMaxPlaces];  // of a tile's tokens
+  int32_t ids[ROWS * kMaxTopK];  // of a tile's tokens
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

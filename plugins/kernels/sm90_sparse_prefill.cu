@@ -146,7 +146,7 @@ __device__ void produce_share(SparsePrefillParams const& p, SparsePrefillRound c
     return tiles_of_share(share.work, field(record, kFirstWork), field(record, kNumQueries),
                           sizes.tile_queries, is_pair(record) ? 2 : 1);
   };
-  int32_t index = find_item(p, r, share.work.begin);
+  int32_t index = find_item(r, share.work.begin);
   int32_t record = load_record(index);
   TileRange tiles = tiles_of(record);
   if (tiles.begin == tiles.end) {
@@ -255,8 +255,8 @@ struct Parts {
   WorkShare work;
   int32_t count, own;
 
-  __device__ Parts(SparsePrefillParams const& p, SparsePrefillRound const& r)
-      : work(work_of_round(p, r)), count(S::PARTS * gridDim.x), own(S::PARTS) {
+  __device__ explicit Parts(SparsePrefillRound const& r)
+      : work(work_of_round(r)), count(S::PARTS * gridDim.x), own(S::PARTS) {
     if (work.end - work.begin >= S::LEAST_PART * count) own = S::OWN_PARTS;
   }
   __device__ int32_t first_of_rest() const { return own * gridDim.x; }
@@ -271,13 +271,13 @@ __device__ void produce(SparsePrefillParams const& p, SparsePrefillRound const& 
   Progress so_far{};
   int32_t rest = -1;  // part of the rest; -1: the thread block's own parts
   for (int32_t i = 0;; ++i) {
-    Parts<S> const parts(p, r);
+    Parts<S> const parts(r);
     int32_t const begin = rest < 0 ? parts.own * blockIdx.x : parts.first_of_rest() + rest;
     if (begin >= parts.count) break;
     __syncwarp();  // the share before has been read
     if (lane == 0) {
       share = {share_of(parts.work, begin, begin + (rest < 0 ? parts.own : 1), parts.count),
-               last_item(p, r)};
+               last_item(r)};
     }
     __syncwarp();
     if (kKeys && lane == 0) rest = atomicAdd(r.blocks.parts_taken + r.first_head, 1);

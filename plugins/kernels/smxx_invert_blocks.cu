@@ -7,8 +7,8 @@
 // Three kernels, each over all KV heads. (1) Tiles of up to 128 tokens of one request mark in
 // shared memory which of them chose a block: a mask of 128 bits for each list of a block, which
 // gives a pair's rank and the tile's counts whatever the order of the marks. (2) Counts are summed
-// over the tiles, groups of 32 lists at a time; the last thread block sums over the groups. (3)
-// Every query goes to its place; every list that has some becomes an item.
+// over the tiles, groups of 32 lists at a time. (3) Every query goes to its place, every list that
+// has some becomes an item, behind those of the groups before, which each thread block adds up.
 namespace m3::kernels {
 namespace {
 
@@ -33,6 +33,10 @@ __host__ __device__ int32_t num_slots(int32_t num_tokens, int32_t num_requests) 
 }
 __host__ __device__ int32_t pitch(int32_t max_pages, int32_t lists) {
   return (max_pages * lists + GROUP - 1) / GROUP * GROUP;
+}
+
+__device__ int32_t groups_of(InvertParams const& p, int32_t request) {
+  return (first_list(p, num_blocks(p, request)) + GROUP - 1) / GROUP;
 }
 
 struct TokenTile {
@@ -62,14 +66,12 @@ __device__ void place_requests(InvertParams const& p, InvertedBlocks const& b) {
   int32_t before = 0;
   for (int32_t first = 0; first <= p.num_requests; first += MARK_THREADS) {
     int32_t const r = first + threadIdx.x;
-    int32_t const groups =
-        r < p.num_requests ? (first_list(p, num_blocks(p, r)) + GROUP - 1) / GROUP : 0;
+    int32_t const groups = r < p.num_requests ? groups_of(p, r) : 0;
     int32_t total;
     int32_t const here = block_scan<MARK_WARPS>(groups, sums, total);
     if (r <= p.num_requests) b.first_group[r] = before + here;
     before += total;
   }
-  if (threadIdx.x == 0) *b.arrived = 0;
   for (int h = threadIdx.x; h < p.num_kv_heads; h += MARK_THREADS) b.parts_taken[h] = 0;
 }
 
@@ -90,14 +92,16 @@ __global__ void __launch_bounds__(MARK_THREADS, 2)
     mark_kernel(InvertParams const p, InvertedBlocks const b, int32_t range) {
   extern __shared__ uint4 masks[];  // bit i of a list: the tile's token i is in it
   let_next_kernel_start();
-  wait_for_previous_kernel();
+  if (!p.behind_join) wait_for_previous_kernel();
   if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) place_requests(p, b);
   TokenTile const tile = token_tile(p, blockIdx.x);
-  if (tile.count == 0) return;
   int const head = blockIdx.y;
   int32_t const blocks = num_blocks(p, tile.request);
   int32_t const base = static_cast<int32_t>(blockIdx.z) * range;
-  if (base > 0 && base >= blocks) return;
+  if (tile.count == 0 || (base > 0 && base >= blocks)) {
+    wait_for_previous_kernel();
+    return;
+  }
   int32_t const first_position = p.first_token + tile.first + position_shift(p, tile.request);
   int64_t const first_token = int64_t{head} * p.tokens.num_tokens + p.first_token + tile.first;
   int32_t const* const ids = p.block_ids + first_token * p.top_k;
@@ -113,13 +117,16 @@ __global__ void __launch_bounds__(MARK_THREADS, 2)
     int const i = threadIdx.x + j * MARK_THREADS;
     id[j] = i < pairs ? ids[i] : -1;
   }
-  __shared__ uint32_t joined[WORDS];
-  find_joined(p, tile, head, joined);
   int32_t const here = min(range, blocks - base);
   bool missing = false;  // a page
   for (int i = threadIdx.x; i < here; i += MARK_THREADS) {
     missing |= page_of(p.tokens, tile.request, base + i) < 0;
   }
+  int const lists = first_list(p, here);
+  for (int i = threadIdx.x; i < lists; i += MARK_THREADS) masks[i] = make_uint4(0, 0, 0, 0);
+  __shared__ uint32_t joined[WORDS];
+  wait_for_previous_kernel();
+  find_joined(p, tile, head, joined);
 #pragma unroll
   for (int j = 0; j < MAX_PAIRS; ++j) {
     int const token = token_of(threadIdx.x + j * MARK_THREADS);
@@ -127,9 +134,6 @@ __global__ void __launch_bounds__(MARK_THREADS, 2)
     if (id[j] >= 0 && (joined[token / 32] >> token % 32 & 1) != 0) id[j] = -1;
   }
 
-  int const lists = first_list(p, here);
-  for (int i = threadIdx.x; i < lists; i += MARK_THREADS) masks[i] = make_uint4(0, 0, 0, 0);
-  __syncthreads();
 #pragma unroll
   for (int j = 0; j < MAX_PAIRS; ++j) {
     int const token = token_of(threadIdx.x + j * MARK_THREADS);
@@ -193,47 +197,12 @@ __device__ BlockGroup block_group(InvertParams const& p, InvertedBlocks const& b
   return {index / groups, low, (within - b.first_group[low]) * GROUP};
 }
 
-// Sums of the groups become what lies before them; by one thread block.
-__device__ void sum_groups(InvertedBlocks const& b, int32_t count) {
-  constexpr int EACH = 12;  // neighbouring groups of a thread
-  __shared__ int32_t sums[WARPS];
-  GroupStart before{};
-  for (int32_t first = 0; first <= count; first += EACH * THREADS) {
-    int32_t const own = first + threadIdx.x * EACH;
-    GroupStart group[EACH], sum{}, total;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) group[i] = own + i < count ? b.starts[own + i] : GroupStart{};
-#pragma unroll
-    for (GroupStart const& g : group) {
-      sum.queries += g.queries;
-      sum.work += g.work;
-      sum.items += g.items;
-    }
-    GroupStart at;
-    at.queries = before.queries + block_scan<WARPS>(sum.queries, sums, total.queries);
-    at.work = before.work + block_scan<WARPS>(sum.work, sums, total.work);
-    at.items = before.items + block_scan<WARPS>(sum.items, sums, total.items);
-    at.unused = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      if (own + i <= count) b.starts[own + i] = at;
-      at.queries += group[i].queries;
-      at.work += group[i].work;
-      at.items += group[i].items;
-    }
-    before.queries += total.queries;
-    before.work += total.work;
-    before.items += total.items;
-  }
-}
-
 // Grid: thread blocks that share the groups. A warp has a group, or with `kShared` a share of the
 // tiles of a group's request; a lane a list.
 template <bool kShared>
 __global__ void __launch_bounds__(THREADS)
     count_kernel(InvertParams const p, InvertedBlocks const b, int32_t slots) {
   __shared__ int32_t segment[WARPS][GROUP];
-  __shared__ bool last;
   let_next_kernel_start();
   wait_for_previous_kernel();
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -285,17 +254,50 @@ __global__ void __launch_bounds__(THREADS)
       b.blocks[int64_t{g} * GROUP + lane] = make_int2(total, inclusive - total);
       int32_t const work = __reduce_add_sync(~0u, work_of(p, list, total));
       int32_t const items = __popc(__ballot_sync(~0u, total > 0));
-      if (lane == 31) b.starts[g] = {inclusive, work, items, 0};
+      if (lane == 31) b.groups[g] = {inclusive, work, items, 0};
     }
     if (kShared) __syncthreads();
   }
-  __threadfence();
+}
+
+__device__ void add(ListSums& sum, ListSums const& more) {
+  sum.queries += more.queries;
+  sum.work += more.work;
+  sum.items += more.items;
+}
+
+// The sums of the groups before one; by all threads of the block.
+__device__ ListSums sum_before(InvertedBlocks const& b, int32_t group) {
+  __shared__ ListSums sums[WARPS];
+  ListSums sum{};
+#pragma unroll 4
+  for (int32_t g = threadIdx.x; g < group; g += THREADS) add(sum, b.groups[g]);
+  sum = {__reduce_add_sync(~0u, sum.queries), __reduce_add_sync(~0u, sum.work),
+         __reduce_add_sync(~0u, sum.items), 0};
+  __syncthreads();  // those of an earlier call have been read
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(b.arrived, 1) == gridDim.x - 1;
+  sum = {};
+#pragma unroll
+  for (ListSums const& warp : sums) add(sum, warp);
+  return sum;
+}
+
+// The queries before each group of a request, whose groups begin with `first`; by all threads of
+// the block.
+__device__ void sum_request(InvertedBlocks const& b, int32_t first, int32_t count,
+                            int32_t* starts) {
+  __shared__ int32_t sums[WARPS];
+  int32_t before = sum_before(b, first).queries;
+  for (int32_t at = 0; at < count; at += THREADS) {
+    int32_t const g = at + threadIdx.x;
+    int32_t total;
+    int32_t const here =
+        block_scan<WARPS>(g < count ? b.groups[first + g].queries : 0, sums, total);
+    if (g < count) starts[g] = before + here;
+    before += total;
+  }
   __syncthreads();
-  if (!last) return;
-  __threadfence();
-  sum_groups(b, p.num_kv_heads * groups);
 }
 
 __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, int32_t slots,
@@ -311,8 +313,8 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
   uint16_t const* const counts =
       b.counts + (int64_t{head} * slots + slot) * pitch(p.tokens.max_pages, p.lists);
   int const pairs = tile.count * p.top_k;
+  extern __shared__ int32_t group_starts[];
   __shared__ uint32_t joined[WORDS];
-  find_joined(p, tile, head, joined);
   Divider const token_of(p.top_k);
   constexpr int DEPTH = 8;  // pairs of a thread under way at once
   for (int first = 0; first < pairs; first += DEPTH * THREADS) {
@@ -325,6 +327,10 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
       id[j] = i < pairs ? ids[i] : -1;
       rank[j] = i < pairs ? b.ranks[first_pair + i] : NO_LIST;
     }
+    if (first == 0) {
+      find_joined(p, tile, head, joined);
+      sum_request(b, first_group, groups_of(p, tile.request), group_starts);
+    }
 #pragma unroll
     for (int j = 0; j < DEPTH; ++j) {
       int const i = first + j * THREADS + threadIdx.x, token = token_of(i);
@@ -332,8 +338,8 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
       at[j] = -1;
       if (rank[j] != NO_LIST) {
         int32_t const list = first_list(p, id[j]) + (rank[j] >> 8);
-        at[j] = b.starts[first_group + list / GROUP].queries +
-                b.blocks[int64_t{first_group} * GROUP + list].y + counts[list] + (rank[j] & 255);
+        at[j] = group_starts[list / GROUP] + b.blocks[int64_t{first_group} * GROUP + list].y +
+                counts[list] + (rank[j] & 255);
       }
     }
 #pragma unroll
@@ -349,13 +355,13 @@ __device__ void place_queries(InvertParams const& p, InvertedBlocks const& b, in
   }
 }
 
-__device__ void place_items(InvertParams const& p, InvertedBlocks const& b, int32_t g) {
+__device__ void place_items(InvertParams const& p, InvertedBlocks const& b, int32_t g,
+                            ListSums const& start) {
   int const lane = threadIdx.x % 32;
   int32_t const groups = b.first_group[p.num_requests];
   BlockGroup const group = block_group(p, b, groups, g);
   int2 const queries = b.blocks[int64_t{g} * GROUP + lane];
   int32_t const last = group.first_list > 0 ? b.blocks[int64_t{g} * GROUP - 1].x : 0;
-  GroupStart const start = b.starts[g];
   int32_t const list = group.first_list + lane, block = block_of(p, list);
   bool const pair = is_pair_list(p, list);
   int32_t const work = work_of(p, list, queries.x);
@@ -394,10 +400,19 @@ __global__ void __launch_bounds__(THREADS)
     place_queries(p, b, slots, blockIdx.x % slots, blockIdx.x / slots);
     return;
   }
-  int32_t const count = p.num_kv_heads * b.first_group[p.num_requests];
-  for (int32_t g = (blockIdx.x - tiles) * WARPS + threadIdx.x / 32; g < count;
-       g += (gridDim.x - tiles) * WARPS) {
-    place_items(p, b, g);
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int32_t const groups = b.first_group[p.num_requests], count = p.num_kv_heads * groups;
+  int32_t const block = blockIdx.x - tiles, blocks = gridDim.x - tiles;
+  if (count == 0 && block == 0 && threadIdx.x <= p.num_kv_heads) b.heads[threadIdx.x] = {};
+  for (int32_t first = block * WARPS; first < count; first += blocks * WARPS) {
+    ListSums start = sum_before(b, first);
+    int32_t const g = first + warp;
+    if (g >= count) continue;
+    for (int32_t i = first; i < g; ++i) add(start, b.groups[i]);
+    if (lane == 0 && g % groups == 0) b.heads[g / groups] = start;
+    place_items(p, b, g, start);
+    add(start, b.groups[g]);
+    if (lane == 0 && g == count - 1) b.heads[p.num_kv_heads] = start;
   }
 }
 
@@ -416,13 +431,13 @@ InvertedBlocks place_inverted_blocks(Carver& carver, int32_t num_tokens, int32_t
   InvertedBlocks b;
   carver.take(b.queries, pairs);
   carver.take(b.items, std::min(pairs, groups * GROUP));
-  carver.take(b.starts, groups + 1);
+  carver.take(b.heads, num_kv_heads + 1);
+  carver.take(b.parts_taken, num_kv_heads);
   carver.take(b.first_group, num_requests + 1);
   carver.take(b.counts, tiles * pitch(max_pages, lists));
   carver.take(b.ranks, pairs);
   carver.take(b.blocks, groups * GROUP);
-  carver.take(b.arrived, 1);
-  carver.take(b.parts_taken, num_kv_heads);
+  carver.take(b.groups, groups);
   return b;
 }
 
@@ -437,9 +452,8 @@ cudaError_t launch_invert_blocks(InvertParams const& p, InvertedBlocks const& bl
   int32_t const range = p.num_tokens <= FEW_TOKENS ? FEW_MASKED_BLOCKS : MASKED_LISTS / p.lists;
   size_t const mask_bytes = std::min(range, p.tokens.max_pages) * p.lists * sizeof(uint4);
   dim3 const marking(slots, p.num_kv_heads, std::max(1, (p.tokens.max_pages + range - 1) / range));
-  cudaError_t status =
-      cudaFuncSetAttribute(mark_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           MASKED_LISTS * static_cast<int>(sizeof(uint4)));
+  cudaError_t status = cudaFuncSetAttribute(
+      mark_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(mask_bytes));
   if (status != cudaSuccess) return status;
   status = launch_behind(mark_kernel, marking, MARK_THREADS, mask_bytes, stream, p, blocks, range);
   if (status != cudaSuccess) return status;
@@ -452,8 +466,9 @@ cudaError_t launch_invert_blocks(InvertParams const& p, InvertedBlocks const& bl
                          stream, p, blocks, slots);
   if (status != cudaSuccess) return status;
   int32_t const emitting = std::max<int32_t>(1, (sharing + WARPS - 1) / WARPS);
-  return launch_behind(fill_kernel, slots * p.num_kv_heads + emitting, THREADS, 0, stream, p,
-                       blocks, slots);
+  size_t const start_bytes = pitch(p.tokens.max_pages, p.lists) / GROUP * sizeof(int32_t);
+  return launch_behind(fill_kernel, slots * p.num_kv_heads + emitting, THREADS, start_bytes, stream,
+                       p, blocks, slots);
 }
 
 }  // namespace m3::kernels

@@ -12,7 +12,6 @@
 namespace m3::kernels {
 
 constexpr int kMaxPrefillRequests = 4096;
-constexpr int kMaxTopK = 32;
 
 struct InvertParams {
   PackedTokens tokens;
@@ -26,6 +25,7 @@ struct InvertParams {
   int32_t lists;         // of a block: 2 if a query may take it together with the next one, else 1
   int32_t least_work;    // of an item, where a tile's work is the number of its blocks
   JoinedTiles joined;    // whose rows are left out, as if they had chosen no block
+  bool behind_join;      // launch_join_tiles is in front in the stream and makes flags
   int32_t group;         // query heads of a KV head
   float* lse;            // [Hkv, num_tokens, top_k, group]: -inf where no block is to be read, +inf
                          // in the first place of a row of a joined tile
@@ -44,7 +44,7 @@ struct KvItem {
   int32_t second_page;  // -1: one block
 };
 
-struct alignas(16) GroupStart {  // what lies before a group of 32 neighbouring lists of a head
+struct alignas(16) ListSums {  // of lists, or of all that come before some
   int32_t queries, work, items, unused;
 };
 
@@ -52,14 +52,14 @@ struct alignas(16) GroupStart {  // what lies before a group of 32 neighbouring 
 struct InvertedBlocks {
   int32_t* queries;  // (token - first_token) * top_k + place of the block in the token's list
   KvItem* items;
-  GroupStart* starts;    // [Hkv * groups + 1]; those of head h begin at h * groups
+  ListSums* heads;       // [Hkv + 1] before those of a head
+  int32_t* parts_taken;  // [Hkv], 0: for the attention
+  // What the three kernels tell each other, of groups of 32 neighbouring lists of a head:
   int32_t* first_group;  // [num_requests + 1] within a head; the last entry is `groups`
-  // What the three kernels tell each other:
   uint16_t* counts;      // [Hkv, tiles, pitch] queries of a tile of tokens, then of those before it
   uint16_t* ranks;       // [Hkv, num_tokens, top_k] among the queries of the tile and list
-  int32_t* parts_taken;  // [Hkv], 0: for the attention
   int2* blocks;          // [Hkv * groups * 32], of a list: queries; those before it in its group
-  uint32_t* arrived;     // thread blocks
+  ListSums* groups;      // [Hkv * groups]
 };
 
 // The arrays' content is undefined.

@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     store_remote(&shared.totals[rank], &shared.arrived, thread, totals);
   }
   wait_exchange(&shared.arrived, 0);
-  GroupStart start{};
+  ListSums start{};
   for (int i = 0; i < rank; ++i) {
     start.queries += __float_as_int(shared.totals[i].x);
     start.work += __float_as_int(shared.totals[i].y);
@@ -243,14 +243,13 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
   if (thread == 0) {
     if (part == 0) {
-      b.starts[head] = start;  // a group a head
+      b.heads[head] = start;
       b.parts_taken[head] = 0;
     }
     if (rank == size - 1) {
-      b.starts[p.num_kv_heads] = {start.queries + __float_as_int(shared.totals[rank].x),
-                                  start.work + __float_as_int(shared.totals[rank].y),
-                                  start.items + __float_as_int(shared.totals[rank].z), 0};
-      b.first_group[p.num_requests] = 1;
+      b.heads[p.num_kv_heads] = {start.queries + __float_as_int(shared.totals[rank].x),
+                                 start.work + __float_as_int(shared.totals[rank].y),
+                                 start.items + __float_as_int(shared.totals[rank].z), 0};
     }
   }
   __syncthreads();  // the lists are described

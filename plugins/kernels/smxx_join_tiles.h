@@ -17,9 +17,11 @@ JoinedTiles place_joined_tiles(Carver& carver, int32_t num_heads, int32_t num_kv
 // sequence are joined, takes the flags away.
 void limit_joined_tiles(JoinedTiles& joined, int32_t num_tokens, int32_t num_heads, int32_t top_k);
 
-// Fills the flags of p.joined, if there are any: the tiles whose rows chose no more than
-// joined_blocks together, the last token's own one counted, all of them in front of `end_block`; a
-// tile of fewer tokens as many fewer.
-cudaError_t launch_join_tiles(PagedPrefillParams const& p, int32_t end_block, cudaStream_t stream);
+// Fills the flags of p.joined, if there are any: of 16 neighbouring tiles those whose rows chose no
+// more than joined_blocks together, the last token's own one counted, all of them in front of
+// `end_block`, if the 16 would take less time joined than block by block. `lists`: of InvertParams.
+// Tiles in front of block top_k are always joined.
+cudaError_t launch_join_tiles(PagedPrefillParams const& p, int32_t end_block, int32_t lists,
+                              cudaStream_t stream);
 
 }  // namespace m3::kernels

@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(128) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared*>(memory);
   wait_for_previous_kernel();
-  WorkShare const share = share_of(work_of_round(p, r), blockIdx.x, blockIdx.x + 1, gridDim.x);
+  WorkShare const share = share_of(work_of_round(r), blockIdx.x, blockIdx.x + 1, gridDim.x);
   if (share.begin >= share.end) return;
   int const warp = threadIdx.x / 32;
   int const units = p.num_heads / p.num_kv_heads / kUnitHeads;
@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(THREADS, 2)
   float const cache_scale = p.kv_scale == nullptr ? 1.f : *p.kv_scale;
   float const scale_log2 = p.softmax_scale * cache_scale * 1.44269504088896341f;
 
-  int32_t const items_end = last_item(p, r);
-  for (int32_t index = find_item(p, r, share.begin); index < items_end; ++index) {
+  int32_t const items_end = last_item(r);
+  for (int32_t index = find_item(r, share.begin); index < items_end; ++index) {
     KvItem const item = r.blocks.items[index];
     if (item.first_work >= share.end) break;
     TileRange const tiles =

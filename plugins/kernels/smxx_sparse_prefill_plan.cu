@@ -29,32 +29,14 @@ float queries_of_block(int32_t num_tokens, int32_t num_requests, int32_t max_pag
 // others, up to the workspace's end.
 SparsePrefillRound place(Carver& carver, int32_t num_heads, int32_t num_kv_heads,
                          int32_t all_tokens, int32_t tokens, int32_t num_requests,
-                         int32_t max_pages, int32_t top_k, int32_t lists) {
+                         int32_t max_pages, int32_t top_k, int32_t lists, JoinedTiles& joined) {
+  joined = place_joined_tiles(carver, num_heads, num_kv_heads, all_tokens, num_requests);
   SparsePrefillRound round{};
-  round.joined = place_joined_tiles(carver, num_heads, num_kv_heads, all_tokens, num_requests);
   round.blocks =
       place_inverted_blocks(carver, tokens, num_kv_heads, num_requests, max_pages, top_k, lists);
   carver.take(round.lse, int64_t{num_heads} * tokens * top_k);
   carver.take_bytes(round.partials, 0);
   return round;
-}
-
-PagedPrefillParams all_tiles(SparsePrefillParams const& p, JoinedTiles const& joined) {
-  PagedPrefillParams tiles{};
-  tiles.tokens = p.tokens;
-  tiles.q = p.q;
-  tiles.kv_cache = p.kv_cache;
-  tiles.out = p.out;
-  tiles.num_heads = p.num_heads;
-  tiles.num_kv_heads = p.num_kv_heads;
-  tiles.num_pages = p.num_pages;
-  tiles.num_requests = p.num_requests;
-  tiles.num_tokens = p.num_tokens;
-  tiles.softmax_scale = p.softmax_scale;
-  tiles.block_ids = p.block_ids;
-  tiles.top_k = p.top_k;
-  tiles.joined = joined;
-  return tiles;
 }
 
 }  // namespace
@@ -95,8 +77,9 @@ size_t sparse_prefill_workspace(int32_t num_tokens, int32_t num_heads, int32_t n
   int32_t const tokens = sparse_prefill_rounds(num_tokens, num_heads, num_kv_heads, top_k).tokens;
   int32_t const requests = std::min(num_requests, kMaxPrefillRequests);  // more are not taken
   Carver carver(nullptr);
-  place(carver, num_heads, num_kv_heads, num_tokens, tokens, requests, max_pages, top_k,
-        kMostLists);
+  JoinedTiles joined;
+  place(carver, num_heads, num_kv_heads, num_tokens, tokens, requests, max_pages, top_k, kMostLists,
+        joined);
   return carver.used() +
          std::min(PARTIAL_BYTES, partial_bytes(num_tokens, num_kv_heads, group, top_k));
 }
@@ -110,19 +93,19 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
   }
   int32_t const group = p.num_heads / p.num_kv_heads;
   Carver carver(workspace);
+  JoinedTiles joined;
   SparsePrefillRound round = place(carver, p.num_heads, p.num_kv_heads, p.num_tokens, rounds.tokens,
-                                   p.num_requests, p.tokens.max_pages, p.top_k, lists);
+                                   p.num_requests, p.tokens.max_pages, p.top_k, lists, joined);
   float* const lse = round.lse;
   if (attend_tiles == nullptr) {
-    round.joined.flags = nullptr;
-    round.joined.end_position = -kAllPositions;
+    joined.flags = nullptr;
+    joined.end_position = -kAllPositions;
   } else {
-    limit_joined_tiles(round.joined, p.num_tokens, p.num_heads, p.top_k);
+    limit_joined_tiles(joined, p.num_tokens, p.num_heads, p.top_k);
   }
-  PagedPrefillParams const tiles = all_tiles(p, round.joined);
-  cudaError_t status = launch_join_tiles(tiles, end_block, stream);
+  PagedPrefillParams const tiles{p, joined};
+  cudaError_t status = launch_join_tiles(tiles, end_block, lists, stream);
   if (status != cudaSuccess) return status;
-
   for (int32_t token = 0; token < p.num_tokens; token += rounds.tokens) {
     round.first_token = token;
     round.num_tokens = std::min(rounds.tokens, p.num_tokens - token);
@@ -138,7 +121,8 @@ cudaError_t run_sparse_prefill(SparsePrefillParams const& p, SparsePrefillRounds
     invert.group = group;
     invert.lists = lists;
     invert.least_work = lists == 2 && shares_blocks(p, round.num_tokens) ? LEAST_WORK : 1;
-    invert.joined = round.joined;
+    invert.joined = joined;
+    invert.behind_join = token == 0 && joined.flags != nullptr;
     invert.lse = lse;
     status = launch_invert_blocks(invert, round.blocks, stream);
     if (status != cudaSuccess) return status;

@@ -4,26 +4,14 @@
 
 #include <cstddef>
 
-#include "kernels/packed_tokens.h"
+#include "kernels/paged_prefill.h"
 
 // Context rows of SparseAttention, block by block: every selected KV block is loaded once and meets
 // all queries that chose it. A query's blocks give partial results, which a last pass merges.
 namespace m3::kernels {
 
-struct SparsePrefillParams {  // shapes: N tokens, P pages, B = 128, D = 128
-  PackedTokens tokens;
-  void const* q;             // bf16 [N, Hq, D]
-  void const* kv_cache;      // bf16 or e4m3 [P, 2, B, Hkv, D]
-  float const* kv_scale;     // [1] when the cache is e4m3: real = stored * scale; else null
-  int32_t const* block_ids;  // [Hkv, N, top_k] logical blocks, none twice; -1 anywhere is skipped
-  void* out;                 // bf16 [N, Hq * D]; zero for padding and rows without blocks
-  int32_t num_heads;         // Hq = Hkv times 8 or 16
-  int32_t num_kv_heads;      // Hkv
-  int32_t num_pages;         // P
-  int32_t num_requests;      // the first ones of the step, whose tokens these are:
-  int32_t num_tokens;        // the first ones of the step, padding included
-  int32_t top_k;
-  float softmax_scale;
+struct SparsePrefillParams : ContextRows {  // Hq = Hkv times 8 or 16
+  float const* kv_scale;  // [1] when the cache is e4m3: real = stored * scale; else null
 };
 
 // The rows are computed in rounds of so many tokens and KV heads, whose partial results exist

@@ -11,11 +11,8 @@ struct WorkShare {
   int32_t begin, end;
 };
 
-__device__ inline WorkShare work_of_round(SparsePrefillParams const& p,
-                                          SparsePrefillRound const& r) {
-  int32_t const groups = r.blocks.first_group[p.num_requests];
-  return {r.blocks.starts[r.first_head * groups].work,
-          r.blocks.starts[(r.first_head + r.num_heads) * groups].work};
+__device__ inline WorkShare work_of_round(SparsePrefillRound const& r) {
+  return {r.blocks.heads[r.first_head].work, r.blocks.heads[r.first_head + r.num_heads].work};
 }
 // Some of so many equal parts.
 __device__ inline WorkShare share_of(WorkShare const& work, int32_t first_part, int32_t end_part,
@@ -40,17 +37,14 @@ __device__ inline TileRange tiles_of_share(WorkShare const& share, int32_t first
 }
 
 // Behind those of the round.
-__device__ inline int32_t last_item(SparsePrefillParams const& p, SparsePrefillRound const& r) {
-  int32_t const groups = r.blocks.first_group[p.num_requests];
-  return r.blocks.starts[(r.first_head + r.num_heads) * groups].items;
+__device__ inline int32_t last_item(SparsePrefillRound const& r) {
+  return r.blocks.heads[r.first_head + r.num_heads].items;
 }
 
 // The item that holds some work; by a warp, which looks at 32 items at a time.
-__device__ inline int32_t find_item(SparsePrefillParams const& p, SparsePrefillRound const& r,
-                                    int32_t work) {
-  int32_t const groups = r.blocks.first_group[p.num_requests];
-  int32_t low = r.blocks.starts[r.first_head * groups].items;
-  int32_t high = r.blocks.starts[(r.first_head + r.num_heads) * groups].items;
+__device__ inline int32_t find_item(SparsePrefillRound const& r, int32_t work) {
+  int32_t low = r.blocks.heads[r.first_head].items;
+  int32_t high = last_item(r);
   int const lane = threadIdx.x % 32;
   while (high - low > 1) {  // the item lies in [low, high)
     int32_t const step = (high - low + 31) / 32;

@@ -17,7 +17,6 @@ constexpr int32_t kMostLists = 2;
 // MergeParams describes them.
 struct SparsePrefillRound {
   InvertedBlocks blocks;  // of all KV heads
-  JoinedTiles joined;
   void* partials;
   float* lse;
   int32_t first_token, num_tokens;

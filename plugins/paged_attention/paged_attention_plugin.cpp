@@ -76,8 +76,7 @@ void PagedAttentionPlugin::enqueue_step(Step const& step) const {
     check_launch(kernels::launch_paged_decode(decode, step.workspace, step.stream), "paged_decode");
   }
   if ((split || rows.num_decode == 0) && cache_type == nvinfer1::DataType::kBF16) {
-    auto const context =
-        context_params<kernels::PagedPrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
+    kernels::PagedPrefillParams const context{context_rows(p, rows, step.in[kKvCache].dims.d[0])};
     check_launch(launch_paged_prefill(context, step.stream), "paged_prefill");
   } else {
     check_launch(kernels::launch_paged_attention(p, step.stream), "paged_attention");

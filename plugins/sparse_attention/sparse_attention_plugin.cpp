@@ -142,6 +142,9 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
   if (p.num_rows == 0) return;
   kernels::SparseRoute const route = kernels::sparse_route(
       rows.context_tokens, p.num_heads, rows.context_requests, p.tokens.max_pages, p.top_k);
+  kernels::ContextRows context = context_rows(p, rows, step.in[kKvCache].dims.d[0]);
+  context.block_ids = p.block_ids;
+  context.top_k = p.top_k;
   bool clusters = false;
   // TMA describes no empty cache.
   if (split && route == kernels::SparseRoute::kRows && step.in[kKvCache].dims.d[0] > 0) {
@@ -152,21 +155,14 @@ void SparseAttentionPlugin::enqueue_step(Step const& step) const {
     check_launch(kernels::launch_selected_decode(decode, step.stream), "selected_decode");
   } else if ((split || rows.num_decode == 0) && route == kernels::SparseRoute::kDense &&
              sees_dense(step.in[kQ].type, step.in[kKvCache].type, p.top_k)) {
-    auto context =
-        context_params<kernels::PagedPrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
-    context.block_ids = p.block_ids;
-    context.top_k = p.top_k;
-    context.joined.end_position = kernels::kAllPositions;
-    check_launch(launch_paged_prefill(context, step.stream), "paged_prefill");
+    kernels::PagedPrefillParams tiles{context};
+    tiles.joined.end_position = kernels::kAllPositions;
+    check_launch(launch_paged_prefill(tiles, step.stream), "paged_prefill");
   } else if ((split || rows.num_decode == 0) &&
              inverts_blocks(step.in[kQ].type, q, step.in[kKvCache].dims, step.in[kBlockIds].dims,
                             rows.context_requests)) {
-    auto context =
-        context_params<kernels::SparsePrefillParams>(p, rows, step.in[kKvCache].dims.d[0]);
-    context.kv_scale = p.kv_scale;
-    context.block_ids = p.block_ids;
-    context.top_k = p.top_k;
-    check_launch(launch_prefill(context, step.workspace, step.stream), "sparse_prefill");
+    check_launch(launch_prefill({context, p.kv_scale}, step.workspace, step.stream),
+                 "sparse_prefill");
   } else {
     check_launch(kernels::launch_sparse_attention(p, step.stream), "sparse_attention");
   }

@@ -219,36 +219,61 @@ def test_large_chunks(
     case.check(case.run(library, wgmma), most=200)
 
 
+def with_rows_of_15(shape: str, apart: int, first: list[int]) -> Case:
+    """512 tiles of tokens that choose their own block and 15 others, from `first` of the token's
+    number modulo 4 on, so many blocks apart."""
+    count = 65536 // GROUPS[shape][0]
+    case = Case(make_step([Request(count, 68 * BLOCK + count)]), shape, "hot")
+    token = torch.arange(count, device="cuda")[:, None]
+    case.ids[:, :, 0] = 68 + token[:, 0] // BLOCK
+    starts = torch.tensor(first, device="cuda")[token % len(first)]
+    case.ids[:, :, 1:] = starts + apart * torch.arange(15, device="cuda")
+    return case
+
+
 @pytest.mark.parametrize("shape", ["gqa16", "gqa8"])
 def test_tiles_of_up_to_32_blocks_are_joined(library: Any, shape: str) -> None:
     """Then they have the bits of a dense kernel with a mask, and not with one block more."""
     if not kernels.has_wgmma():
         pytest.skip("the mma.sync kernel joins nothing behind the first 32 blocks")
-    count = 65536 // GROUPS[shape][0]
-    case = Case(make_step([Request(count, 68 * BLOCK + count)]), shape, "hot")
-    token = torch.arange(count, device="cuda")[:, None]
-    first = torch.tensor([0, 16, 1, 0], device="cuda")[token % 4]
-    case.ids[:, :, 0] = 68 + token[:, 0] // BLOCK
-    case.ids[:, :, 1:] = first + torch.arange(15, device="cuda")
+    case = with_rows_of_15(shape, 2, [0, 32, 2, 0])
     dense = case.run_dense(library, wgmma=True)
     assert harness.same_bits(case.run(library, wgmma=True), dense)
-    case.ids[:, 4::64, 1] = 31
+    case.ids[:, 4::64, 1:] += 34
     out = case.run(library, wgmma=True)
     tile = 128 * case.kv_heads // case.heads
-    place = token[:, 0] % 64
+    place = torch.arange(len(out), device="cuda") % 64
     assert harness.same_bits(out[place >= tile], dense[place >= tile])
     others = (place < tile) & (place != 4)
     assert not harness.same_bits(out[others], dense[others])
     case.check(out)
 
 
+@pytest.mark.parametrize(("second", "joined"), [(11, True), (12, False)], ids=["27", "28"])
+@pytest.mark.parametrize("shape", ["gqa16", "gqa8"])
+def test_tiles_are_joined_where_it_pays(
+    library: Any, shape: str, second: int, joined: bool
+) -> None:
+    """15 blocks in a row make 8 partial results, for which up to 27 blocks together are less."""
+    if not kernels.has_wgmma():
+        pytest.skip("the mma.sync kernel joins nothing behind the first 32 blocks")
+    case = with_rows_of_15(shape, 1, [0, second, 5, 0])
+    dense = case.run_dense(library, wgmma=True)
+    out = case.run(library, wgmma=True)
+    assert harness.same_bits(out, dense) == joined
+    case.check(out)
+
+
 @pytest.mark.parametrize("kind", ["cold", "runs"])
 @pytest.mark.parametrize("rounds", [(100, 1), (333, 2), (64, 1)])
+@pytest.mark.parametrize("count", [300, 1100], ids=["few", "many"])
 def test_rounds_give_the_same_bits(
-    library: Any, rounds: tuple[int, int], kind: str, wgmma: bool
+    library: Any, count: int, rounds: tuple[int, int], kind: str, wgmma: bool
 ) -> None:
-    """Which blocks have a partial result in common is up to the token alone."""
-    case = Case(make_step([Request(300, 5000), Request(31, 900)], padded_tokens=7), "gqa16", kind)
+    """Which blocks have a partial result in common is up to the token alone, which tiles are
+    joined, where many tokens let them be chosen, to their own tokens."""
+    step = make_step([Request(count, 5000), Request(31, 900)], padded_tokens=7)
+    case = Case(step, "gqa16", kind)
     assert harness.same_bits(case.run(library, wgmma, rounds), case.run(library, wgmma))
 
 
