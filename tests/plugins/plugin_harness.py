@@ -32,7 +32,7 @@ ELEMENT_TYPES = {
 }
 
 DIMENSIONS = {
-    "tokens": (0, 16, 8192),
+    "tokens": (0, 16, 8320),
     "requests": (0, 8, 64),
     "requests+1": (1, 9, 65),
     "max_pages": (1, 64, 1024),
