@@ -121,16 +121,17 @@ def read_seconds(path: Path, buffers: memoryview, flags: int = 0) -> float:
     """Seconds of reading the file and nothing else, by as many threads as a load has."""
     descriptor, size = os.open(path, os.O_RDONLY | flags), path.stat().st_size
 
-    def read(reader: int) -> None:
+    def read(reader: int) -> int:
         buffer = buffers[reader * PIECE :][:PIECE]
-        for begin in range(reader * PIECE, size, READERS * PIECE):
-            os.preadv(descriptor, [buffer], begin)
+        begins = range(reader * PIECE, size, READERS * PIECE)
+        return sum(os.preadv(descriptor, [buffer], begin) for begin in begins)
 
     start = time.monotonic()
     with ThreadPoolExecutor(READERS) as readers:
-        list(readers.map(read, range(READERS)))
+        length = sum(readers.map(read, range(READERS)))
     seconds = time.monotonic() - start
     os.close(descriptor)
+    assert length == size, f"{length} of {size} bytes were read"
     return seconds
 
 

@@ -30,6 +30,8 @@ def run_ranks(size: int, count: int, work: Callable[..., None], *arguments: Any)
         answers = [[_receive(connection, ranks) for connection in ours] for _ in range(count)]
         for process in ranks:
             process.join(10.0)
+        if any(process.exitcode for process in ranks):
+            raise RuntimeError("a rank failed, see its messages above")
         return answers
     finally:
         for process in ranks:

@@ -32,7 +32,7 @@ SECTIONS = {
 NOTES = {
     "moe": "vLLM's figure leaves out its router, alignment, activation and sum, which are in our"
     " time. What compares with it is `its GEMMs alone`: our experts' products, with SwiGLU. Short"
-    " steps, which are one kernel, and earlier records have no such figure.",
+    " steps, one kernel behind the router's logits, and earlier records have no such figure.",
     "dense": "As `decode` and `prefill` timed both beside MSA.",
     "slice": "The slice is one dense and five sparse layers, the rank all 60 without all-reduces."
     " Between the plain MSA kernels and those of now, norms, embedding and the experts of short"

@@ -266,7 +266,13 @@ def rank_steps_sentence(found: Eras, collectives: Sequence[Record]) -> str:
     )
     if done := find(found.now, **rank, step="generate"):
         text += f" {done['tokens']} tokens one after another: {duration(done['seconds'])} each."
-    sentences = (text, all_reduces_sentence(collectives), rank_sentence(found))
+    same = [[record for record in part if record["case"]["model"] == "rank"] for part in parts]
+    sentences = (
+        text,
+        herded_before(same),
+        all_reduces_sentence(collectives),
+        rank_sentence(found),
+    )
     return " ".join(filter(None, sentences))
 
 

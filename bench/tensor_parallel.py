@@ -145,7 +145,7 @@ def estimate(seconds: float, smallest: float, size: int, target: int) -> float:
     """Seconds of an all-reduce among `target` ranks from that among `size`, as a ring has them:
     2 (n - 1) hops, each of which waits for the one before, and 2 (n - 1) / n of the bytes.
 
-    `smallest` is the time of one row, which is all latency. Not a measurement.
+    `smallest` is the least time of all rows, which is all latency. Not a measurement.
     """
     hops = (target - 1) / (size - 1)
     latency = LAUNCH_SECONDS + (smallest - LAUNCH_SECONDS) * hops

@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "kernels/packed_tokens.cuh"
 #include "kernels/packs.cuh"
 #include "kernels/programmatic_launch.cuh"

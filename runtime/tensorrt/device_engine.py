@@ -21,7 +21,7 @@ from m3trt.runtime.tensorrt.step_context import (
     Shapes,
     StepContext,
 )
-from m3trt.runtime.weights import find_weights, match_weights
+from m3trt.runtime.weights import WeightFileError, find_weights, match_weights
 
 
 class DeviceEngine:
@@ -101,7 +101,8 @@ class DeviceEngine:
         """Stream a safetensors file, which must hold exactly the engine's weights, to the GPU.
 
         Raises:
-            WeightFileError: names every tensor that is missing, unexpected or of another type.
+            WeightFileError: names every tensor that is missing, unexpected or of another type; or
+                the file cannot be read to its end.
             ValueError: a tensor is larger than TensorRT takes.
         """
         torch = import_torch()
@@ -109,8 +110,11 @@ class DeviceEngine:
         expected = {name: kind for name, kind in self.inputs.items() if is_weight(name)}
         match_weights(path, weights, expected)
         stored = list(weights.values())
-        with torch.cuda.stream(self.stream):
-            uploaded = upload(path, stored)
+        try:
+            with torch.cuda.stream(self.stream):
+                uploaded = upload(path, stored)
+        except OSError as error:
+            raise WeightFileError(f"{path} cannot be read: {error}") from error
         for tensor, memory in zip(stored, uploaded, strict=True):
             self.bind(tensor.name, Binding(tensor.shape, memory))
 

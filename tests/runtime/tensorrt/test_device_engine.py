@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,26 @@ def test_a_file_that_shrinks_is_an_error(many):
     os.truncate(path, stored[0].offset + 10)
     with pytest.raises(OSError, match=r"many\.safetensors ends at \d+ bytes"):
         memory.upload(path, stored)
+
+
+def test_a_read_that_fails_ends_the_others(many, monkeypatch):
+    path, _ = many
+    stored = list(find_weights(path).values())
+    preadv, read = os.preadv, []
+
+    def fail_first(descriptor, parts, at):
+        read.append(at)
+        if at == stored[0].offset:
+            raise OSError("broken disk")
+        time.sleep(0.02)
+        return preadv(descriptor, parts, at)
+
+    monkeypatch.setattr(os, "preadv", fail_first)
+    monkeypatch.setattr(memory, "READERS", 3)
+    monkeypatch.setattr(memory, "PIECE", 10)
+    with pytest.raises(OSError, match="broken disk"):
+        memory.upload(path, stored)
+    assert len(read) < sum(tensor.num_bytes for tensor in stored) / memory.PIECE / 2
 
 
 def test_caches_take_most_of_the_memory_that_is_left():
