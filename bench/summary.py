@@ -128,9 +128,12 @@ def moe_sentence(records: Sequence[Record]) -> str:
         rows = [record for record in found if record]
         own = ", ".join(map(_with_gemms, rows))
         parts.append(f"TP {tp_size}: {own}; vLLM {', '.join(map(beside, rows))}")
+    text = ". ".join(parts)
+    if "†" in text:
+        text += " (†: of an earlier run)"
     return (
         f"**Mixture of experts**, one layer at batch {', '.join(map(str, BATCHES))} (floor / ours)"
-        f" beside vLLM's two GEMMs without the rest: {'. '.join(parts)} (†: of an earlier run)."
+        f" beside vLLM's two GEMMs without the rest: {text}."
     )
 
 
