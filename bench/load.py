@@ -36,7 +36,7 @@ from m3trt.convert.configuration import M3Config
 from m3trt.convert.layout import rank_tensors
 from m3trt.convert.writer import TensorFile
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
-from m3trt.runtime.tensorrt.memory import PIECE, READERS, as_bytes, import_torch
+from m3trt.runtime.tensorrt.memory import PIECE, READERS, as_bytes, import_torch, pinned
 from m3trt.runtime.weights import map_weights
 
 BLOCK = 64 << 20
@@ -143,10 +143,6 @@ def plain_read(path: Path, source: str) -> tuple[str, float]:
         return "O_DIRECT reads", read_seconds(path, aligned, os.O_DIRECT)
     host = memoryview(pinned(size).numpy())
     return "page cache to pinned memory", min(read_seconds(path, host) for _ in range(3))
-
-
-def pinned(size: int) -> Any:
-    return import_torch().empty(size, dtype=import_torch().uint8, pin_memory=True)
 
 
 def copy_rate() -> float:

@@ -1,8 +1,6 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
+#include "kernels/global_memory.cuh"
 
 // Block ids that a kernel behind their selection takes one by one while they are written, instead
 // of waiting for the selection's end. The selection first marks a row with ids that do not exist,
@@ -17,11 +15,8 @@ constexpr int32_t kIdToCome = static_cast<int32_t>(0x9e3779b9);
 // A lane's part of a row of up to 32, for ids_come below. Nothing waits for it yet.
 __device__ inline int32_t look_for_mark(int32_t const* ids, int32_t top_k) {
   int32_t const lane = threadIdx.x % 32;
-  int32_t x = kIdToCome;
-  if (lane < top_k) {
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(ids + lane) : "memory");
-  }
-  return x;
+  if (lane >= top_k) return kIdToCome;
+  return static_cast<int32_t>(load_relaxed(reinterpret_cast<uint32_t const*>(ids + lane)));
 }
 __device__ inline bool ids_come(int32_t seen) {
   return __all_sync(~0u, seen == kIdToCome);
@@ -29,9 +24,8 @@ __device__ inline bool ids_come(int32_t seen) {
 
 __device__ inline int32_t wait_for_id(int32_t const* id) {
   int32_t x;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(id) : "memory");
-  } while (x == kIdToCome);
+  do x = load_acquire(id);
+  while (x == kIdToCome);
   return x;
 }
 

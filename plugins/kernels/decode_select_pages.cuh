@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/global_memory.cuh"
 #include "kernels/packed_tokens.cuh"
 #include "kernels/smxx_block_select.h"
 
@@ -55,10 +56,6 @@ struct SelectedRow {
            (int64_t{head} * p.tokens.num_tokens + request.first_token + token) * p.top_k;
   }
 };
-
-__device__ inline void prefetch(void const* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
 
 // Which pages a block takes follows from lengths that have to be read first. Until then the
 // requests' rows of the page table come to L2, as far as a line a thread goes.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/global_memory.cuh"
 #include "kernels/paged_decode_loader.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/vectors.cuh"
@@ -174,10 +175,6 @@ __device__ void init_stages(DecodeShared<kRowWarps>& shared, BulkMaps const& map
     prefetch_map(&maps.values);
   }
   __syncthreads();
-}
-
-__device__ inline void prefetch(void const* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // A selection's pages may lie anywhere in the row of the table.

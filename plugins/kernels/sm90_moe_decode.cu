@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/global_memory.cuh"
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_moe_decode_plan.cuh"
@@ -203,7 +204,7 @@ struct Decode {
     while (ready <= visit) {
       int const mine = ready + static_cast<int>(threadIdx.x) % 32;
       bool const exists = mine < shared.plan.visits;
-      int const done = exists ? ptx::load_acquire(a.ws.ready + mine) : 0;
+      int const done = exists ? load_acquire(a.ws.ready + mine) : 0;
       unsigned const missing = __ballot_sync(~0u, done < a.units);
       ready += missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1;
     }

@@ -1,3 +1,4 @@
+#include "kernels/global_memory.cuh"
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_moe_math.cuh"
@@ -39,9 +40,8 @@ __global__ void __launch_bounds__(THREADS)
   }
   if (blockIdx.x + blockIdx.y == 0) {
     // Every block of the next kernel reads these first
-    if (threadIdx.x == 0) ptx::prefetch(p.real_tokens);
-    if (static_cast<int>(threadIdx.x) * 32 < p.experts)
-      ptx::prefetch(p.router_bias + threadIdx.x * 32);
+    if (threadIdx.x == 0) prefetch(p.real_tokens);
+    if (static_cast<int>(threadIdx.x) * 32 < p.experts) prefetch(p.router_bias + threadIdx.x * 32);
   }
   wait_for_previous_kernel();
   if (blockIdx.x + blockIdx.y == 0) {

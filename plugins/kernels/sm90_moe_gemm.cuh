@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/cluster.cuh"
+#include "kernels/global_memory.cuh"
 #include "kernels/numeric.cuh"
 #include "kernels/programmatic_launch.cuh"
 #include "kernels/sm90_moe_math.cuh"
@@ -223,7 +224,7 @@ struct MoeGemm {
     while (expert < known.x || expert >= known.y) {
       int const mine = min(expert + static_cast<int>(threadIdx.x) % 32, g.experts);
       int const wanted = g.tile_warps * shared.tiles.token_tiles(mine, g.experts);
-      unsigned const missing = __ballot_sync(~0u, ptx::load_acquire(g.done + mine) < wanted);
+      unsigned const missing = __ballot_sync(~0u, load_acquire(g.done + mine) < wanted);
       known = {expert, expert + (missing == 0 ? 32 : __ffs(static_cast<int>(missing)) - 1)};
     }
     __syncwarp();  // what any lane has seen

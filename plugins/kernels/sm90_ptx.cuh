@@ -100,10 +100,6 @@ __device__ inline uint4 load_shared(uint32_t address) {
                : "r"(address));
   return v;
 }
-// Into L2
-__device__ inline void prefetch(void const* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
 __device__ inline void bulk_prefetch(void const* source, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
@@ -139,13 +135,7 @@ __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// What another CTA wrote before its add_release is visible after it.
-__device__ inline int load_acquire(int32_t const* pointer) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-  return value;
-}
-// What this thread wrote, or saw written, is visible to whoever sees the sum.
+// What this thread wrote, or saw written, is visible to whoever sees the sum with load_acquire.
 __device__ inline void add_release(int32_t* pointer, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }

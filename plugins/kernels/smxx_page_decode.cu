@@ -1,5 +1,6 @@
 #include "kernels/arriving_ids.cuh"
 #include "kernels/cluster.cuh"
+#include "kernels/global_memory.cuh"
 #include "kernels/paged_decode_attend.cuh"
 #include "kernels/paged_decode_page.cuh"
 #include "kernels/smxx_page_decode.h"

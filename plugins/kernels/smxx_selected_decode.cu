@@ -2,6 +2,7 @@
 
 #include "kernels/arriving_ids.cuh"
 #include "kernels/cluster.cuh"
+#include "kernels/global_memory.cuh"
 #include "kernels/paged_decode_attend.cuh"
 #include "kernels/smxx_page_decode.h"
 #include "kernels/smxx_selected_decode.h"

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/block_rank.cuh"
+#include "kernels/global_memory.cuh"
 #include "kernels/mma_sync.cuh"
 #include "kernels/smxx_block_select.h"
 
@@ -36,15 +37,9 @@ struct Contest {
   __device__ bool competes(int32_t block) const { return block >= low && block < high; }
 };
 
-// Past L1, where it may lie from before it was written.
-__device__ inline uint32_t load_score(uint32_t const* score) {
-  uint32_t x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(score) : "memory");
-  return x;
-}
 __device__ inline uint32_t wait_for_score(uint32_t const* score) {
   uint32_t x;
-  do x = load_score(score);
+  do x = load_relaxed(score);
   while (x == 0);
   return x;
 }
@@ -159,7 +154,7 @@ struct Chunk {
     bool const sampled = i < size && row.competes(base + i);
     int const samples = __popc(__ballot_sync(~0u, sampled));
     for (;;) {
-      bool const written = sampled && load_score(row.scores + base + i) != 0;
+      bool const written = sampled && load_relaxed(row.scores + base + i) != 0;
       if (2 * __popc(__ballot_sync(~0u, written)) >= samples) return;
       __nanosleep(100);
     }

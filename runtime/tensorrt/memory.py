@@ -65,7 +65,7 @@ class StagedBuffer:
         source = as_bytes(array)
         address = self.reserve(source.size)
         if self._host is None or self._host.numel() < source.size:
-            self._host = _pinned(source.size)
+            self._host = pinned(source.size)
         self._host.numpy()[: source.size] = source
         self._device[: source.size].copy_(self._host[: source.size], non_blocking=True)
         return address
@@ -76,14 +76,15 @@ class StagedBuffer:
         torch keeps pinned memory that is no longer referred to, so after the first steps the
         array, which the caller owns, costs neither an allocation nor a second copy.
         """
-        host = _pinned(size)
+        host = pinned(size)
         host[:size].copy_(self._device[:size], non_blocking=True)
         import_torch().cuda.current_stream().synchronize()
         array: npt.NDArray[np.uint8] = host.numpy()[:size]
         return array
 
 
-def _pinned(size: int) -> Any:
+def pinned(size: int) -> Any:
+    """Pinned host memory, a torch uint8 tensor."""
     torch = import_torch()
     return torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
 
@@ -127,7 +128,7 @@ def _upload(
     file: BinaryIO, pieces: Sequence[Piece], stream: Any, progress: Progress, ended: Event
 ) -> None:
     torch = import_torch()
-    buffer = _pinned(max((target.numel() for target, _ in pieces), default=0))
+    buffer = pinned(max((target.numel() for target, _ in pieces), default=0))
     with torch.cuda.stream(stream):  # which also makes its device this thread's
         sent = torch.cuda.Event()
         for target, offset in pieces:

@@ -112,8 +112,8 @@ def many(tmp_path, rng):
 def test_uploads_pass_through_small_buffers_and_report(many, readers, monkeypatch, caplog):
     path, arrays = many
     pinned = []
-    made = memory._pinned
-    monkeypatch.setattr(memory, "_pinned", lambda size: pinned.append(size) or made(size))
+    made = memory.pinned
+    monkeypatch.setattr(memory, "pinned", lambda size: pinned.append(size) or made(size))
     monkeypatch.setattr(memory, "READERS", readers)
     monkeypatch.setattr(memory, "PIECE", 100)
     stored = list(find_weights(path).values())
