@@ -34,18 +34,15 @@ def test_short_load(server: Any, entry: str, perf_analyzer: Path, tmp_path: Path
     command = [str(perf_analyzer), "-m", entry, "-i", "grpc", "-u", server.info["grpc"]]
     command += ["--streaming", "--async", "--input-data", str(tmp_path / "input.json")]
     command += ["--concurrency-range", "3", "-p", "2000", "-s", "900", "-r", "3"]
-    command += [
-        "-f",
-        str(tmp_path / "out.csv"),
-        "--profile-export-file",
-        str(tmp_path / "out.json"),
-    ]
+    command += ["-f", str(tmp_path / "out.csv")]
     environment = os.environ | {"LD_LIBRARY_PATH": str(FOLDER / "lib")}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90)
     assert result.returncode == 0, result.stdout + result.stderr
     with (tmp_path / "out.csv").open() as file:
         row = next(csv.DictReader(file))
     assert float(row["Inferences/Second"]) > 0
-    experiment = json.loads((tmp_path / "out.json").read_text())["experiments"][0]
-    assert max(len(request["response_timestamps"]) for request in experiment["requests"]) >= 4
+    # Eight tokens come in at least four responses. This is not read from --profile-export-file:
+    # for outputs that were not asked for, version 2.51 writes floats that lie in its memory there,
+    # and a NaN among them leaves the file empty.
+    assert float(row["Response Throughput"]) >= 4 * float(row["Inferences/Second"])
     assert server.generate(entry).text
