@@ -37,7 +37,7 @@ from m3trt.convert.layout import rank_tensors
 from m3trt.convert.writer import TensorFile
 from m3trt.runtime.tensorrt.device_engine import DeviceEngine
 from m3trt.runtime.tensorrt.memory import PIECE, READERS, as_bytes, import_torch, pinned
-from m3trt.runtime.weights import map_weights
+from m3trt.runtime.weights import find_weights, map_weights
 
 BLOCK = 64 << 20
 CHECKED = 1 << 20
@@ -95,7 +95,7 @@ def check(engine: DeviceEngine, path: Path) -> None:
     Raises:
         AssertionError: they differ.
     """
-    for name, array in map_weights(path).items():
+    for name, array in map_weights(path, find_weights(path)).items():
         memory, source = engine._bound[name].memory, as_bytes(array)
         for part in (slice(0, CHECKED), slice(max(0, source.size - CHECKED), source.size)):
             assert (memory[part].cpu().numpy() == source[part]).all(), name

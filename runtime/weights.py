@@ -36,15 +36,11 @@ def find_weights(path: Path) -> dict[str, StoredTensor]:
     return {x.name: x for x in sorted(stored.values(), key=lambda tensor: tensor.offset)}
 
 
-def map_weights(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Map `path` and return its tensors by name, in file order.
+def map_weights(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, npt.NDArray[Any]]:
+    """Map `path` and return the tensors that `find_weights` found there, in that order.
 
     The views keep the mapping alive; pages are read when they are first touched.
-
-    Raises:
-        WeightFileError: the file is missing, truncated or corrupt; names the file and the tensor.
     """
-    stored = find_weights(path)
     with path.open("rb") as file:
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return {

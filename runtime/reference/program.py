@@ -75,8 +75,9 @@ class Program:
             for name, kind in self.inputs.items()
             if is_weight(name)
         }
-        match_weights(path, find_weights(path), expected)
-        self._bound |= map_weights(path)
+        weights = find_weights(path)
+        match_weights(path, weights, expected)
+        self._bound |= map_weights(path, weights)
 
     def run(self, output: str, feeds: dict[str, Array]) -> Array:
         """Execute the whole graph and return one of its outputs."""

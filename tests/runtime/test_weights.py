@@ -27,7 +27,7 @@ def rng():
 def test_tensors_are_read_only_views_of_the_file(tmp_path, weights):
     path = tmp_path / "rank0.safetensors"
     save_file(weights, path)
-    found = map_weights(path)
+    found = map_weights(path, find_weights(path))
     assert found.keys() == weights.keys()
     for name, array in found.items():
         assert array.dtype == weights[name].dtype
@@ -42,14 +42,14 @@ def test_truncated(tmp_path, weights, size):
     save_file(weights, path)
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(WeightFileError, match=r"rank0\.safetensors.*truncated"):
-        map_weights(path)
+        find_weights(path)
 
 
 def test_a_broken_link_names_the_next_step(tmp_path):
     path = tmp_path / "rank0.safetensors"
     path.symlink_to(tmp_path / "gone")
     with pytest.raises(WeightFileError, match=r"does not exist: run m3trt\.convert"):
-        map_weights(path)
+        find_weights(path)
 
 
 def test_every_difference_is_listed(tmp_path, weights):
